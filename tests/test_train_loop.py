@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -239,6 +240,22 @@ def test_a_run_that_starts_from_the_weights_of_another_with_longer_samples(tiny:
     ):
         with pytest.raises(CheckpointError, match=message):
             Trainer(tiny(tmp_path / "other", **{"model": shape, **changes}), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("train", "run_dir", Path("runs/mine")), ("optim", "lr", np.float64(1e-3)), ("train", "steps", np.int64(5))],
+)
+def test_a_value_of_python_that_no_file_can_have_is_named_before_anything_is_read(
+    tiny: Make, tmp_path: Path, section: str, name: str, value: Any
+) -> None:
+    config = tiny(tmp_path)
+    setattr(getattr(config, section), name, value)
+    with (
+        mock.patch("commopt.train.loop.load_corpus", side_effect=AssertionError("it was read")),
+        pytest.raises(ConfigError, match=rf"^{re.escape(repr(value))} of type \w+ is not allowed in a config"),
+    ):
+        train(config)
 
 
 def test_a_batch_that_cannot_be_shared_out(tiny: Make, tmp_path: Path) -> None:

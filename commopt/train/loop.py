@@ -61,6 +61,7 @@ def train(config: Config, stop: StopSignal | None = None) -> Record:
         commopt.comm.CollectiveError: the ranks have lost each other.
     """
     check_plan(config)
+    to_yaml(config)  # what cannot be written is said now
     with contextlib.nullcontext(stop) if stop is not None else StopSignal() as stop:
         try:
             with open_world(config.comm, stop) as world:

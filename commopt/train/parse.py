@@ -236,8 +236,18 @@ def from_dict(data: Mapping[str, Any], cls: type = Config, prefix: str = "") -> 
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config as YAML; ``from_dict(yaml.safe_load(text))`` gives it back."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    """The resolved config as YAML; ``from_dict(yaml.safe_load(text))`` gives it back.
+
+    Raises ConfigError for a value that is not plain, such as a Path or a number of numpy, as Python may give.
+    """
+    try:
+        return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    except yaml.representer.RepresenterError as error:
+        value = error.args[-1]
+        raise ConfigError(
+            f"{value!r} of type {type(value).__name__} is not allowed in a config: its values must be Python's own "
+            "numbers and strings, and lists and mappings of these"
+        ) from None
 
 
 def parse(argv: Sequence[str], check_name: Callable[[str, str], None] | None = None) -> Config:
