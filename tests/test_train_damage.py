@@ -212,6 +212,29 @@ def test_what_is_readable_of_the_metrics_is_kept(tiny: Make, copy: Path, caplog:
     assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_metrics_that_a_resumed_run_writes_anew_are_on_the_disk_before_they_replace_the_old(
+    tiny: Make, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut soon after could leave an empty file, and no record of the run so far."""
+    synced: list[int] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted(handle: int) -> None:
+        synced.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def checked(path: Path, to: Path) -> Path:
+        if Path(to).name == METRICS:
+            assert path.stat().st_ino in synced
+            synced.append(-1)
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", checked)
+    run(config(tiny, copy, resume="auto"))
+    assert -1 in synced
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -10,7 +10,8 @@ from typing import IO, Any
 
 
 def replace(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write ``path`` aside and rename: it is whole or as before, and a symbolic link there is replaced, not followed.
+    """Write ``path`` aside and rename: it is whole or as before, after a power cut, too, and a symbolic link there is
+    replaced, not followed.
 
     Raises OSError.
     """
@@ -18,6 +19,8 @@ def replace(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     try:
         with aside.open("xb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())  # else the name may be on the disk before what is in it
         aside.rename(path)
     finally:
         aside.unlink(missing_ok=True)
