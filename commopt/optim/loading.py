@@ -54,7 +54,7 @@ def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None)
         return shared, origin
     placed = {p: dict(entry) for p, entry in shared.items()}
     for p, tensors in here.items():
-        for name in tensors.keys() & own.get(p, {}).keys():
+        for name in (name for name in own.get(p, {}) if name in tensors):  # in order: that of what is saved next
             place = tensors[name].place
             value = own[p][name].value(place)
             if value is None:
