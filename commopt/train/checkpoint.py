@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -119,12 +119,17 @@ def _publish(aside: Path, final: Path, files: dict[str, Any], step: int, world_s
 
 
 def _remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep``; what cannot be removed is said, for the new one is there all the same."""
+    """Remove all but the newest ``keep``."""
     try:
-        checkpoints = list_steps(folder)[:-keep]
+        old = list_steps(folder)[:-keep]
     except OSError as error:
         log.warning("old checkpoints cannot be removed: %s", explain(error))
         return
+    _remove_each(old)
+
+
+def _remove_each(checkpoints: Iterable[Path]) -> None:
+    """Remove ``checkpoints``; what cannot be removed is said, for the new one is there all the same."""
     for old in checkpoints:
         try:
             _remove(old)
@@ -342,4 +347,4 @@ def set_aside_newer(folder: Path, step: int) -> None:
             before.remove(aside)
         path.rename(aside)
         log.warning("checkpoint of a later step set aside: %s", aside)
-    _remove_old(sorted(before))
+    _remove_each(sorted(before))
