@@ -32,6 +32,7 @@ from commopt.train.errors import ConfigError
 from commopt.train.loop import learning_rate
 from commopt.train.optimizer import check_plan, plan_optimizer
 from commopt.train.parse import from_dict, keys, parse, to_yaml
+from commopt.train.yamlfile import read_yaml
 
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 Make = Callable[..., Config]
@@ -565,3 +566,12 @@ def test_settings_of_a_comparison_may_be_of_another_optimizer(tmp_path: Path) ->
     ours = parse([str(path)])
     check_plan(ours)
     assert plan_optimizer(ours.optim)[1]["guard"] == commopt.Guard(25, 10, "repair")
+
+
+@pytest.mark.parametrize("word", ["12e4", "9e-1", "1.5e3", "0x1F", "null", "1_0e2", "e4"])
+def test_a_word_that_looks_like_a_number_is_the_same_word_in_the_config_of_the_run(tmp_path: Path, word: str) -> None:
+    config = from_dict({"train": {"run_dir": word}})
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert from_dict(read_yaml(file)) == config
+    assert parse([str(file)]) == config

@@ -338,3 +338,15 @@ def test_an_outer_optimizers_name_under_the_key_of_its_base_is_of_an_older_versi
         group["optimizer"] = group.pop("outer_optimizer")
     with pytest.raises(ValueError, match=r"that of DiLoCo\(AdamW\), saved before commopt 0.2.0"):
         make(net().parameters()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("cls", [LocalSGD, DiLoCo])
+def test_what_a_user_calls_step_beside_the_outer_state_makes_it_no_state_of_the_base(cls):
+    model = net()
+    optimizer = cls(model.parameters(), base=optim.SGD, lr=0.1, period=4, backend=LocalBackend())
+    train(model, optimizer, 6)
+    for p in model.parameters():
+        optimizer.state[p]["step"] = torch.tensor(7.0)
+    other = cls(net().parameters(), base=optim.SGD, lr=0.1, period=4, backend=LocalBackend())
+    other.load_state_dict(optimizer.state_dict())
+    assert [other.param_groups[0][key] for key in ("rounds", "round_step")] == [1, 2]

@@ -286,13 +286,51 @@ def shared_in(state_dict):
     return [t for _, entry in sorted(state_dict["state"].items()) for _, t in sorted(entry.items())]
 
 
-def test_a_state_of_another_shape_is_refused_though_the_parameter_is_frozen():
+def with_frozen_bias():
     model = Used()
     optimizer = OneBitAdam(model.parameters(), backend=LocalBackend())
+    train(model, optimizer, range(3))
     saved = optimizer.state_dict()
-    i = [*map(id, optimizer.params)].index(id(model.bias))
-    saved["state"][i]["exp_avg"] = torch.zeros(3, 77)
     model.bias.requires_grad_(False)
     other = OneBitAdam(model.parameters(), backend=LocalBackend())
-    with pytest.raises(ValueError, match=rf"parameter {i}: exp_avg in the loaded state has shape \(3, 77\)"):
+    return model, other, saved, saved["state"][[*map(id, other.params)].index(id(model.bias))]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("exp_avg", torch.zeros(3, 77), r"exp_avg in the loaded state has shape \(3, 77\)"),
+        ("exp_avg", torch.tensor(0.0), r"exp_avg in the loaded state has shape \(\)"),
+        ("exp_avg", 0.0, "exp_avg in the loaded state is 0.0, not a tensor"),
+        ("step", torch.zeros(5), r"step in the loaded state has shape \(5,\)"),
+        ("step", "3", "step in the loaded state is '3', not a tensor"),
+    ],
+)
+def test_what_does_not_fit_is_refused_though_the_parameter_is_frozen(name, value, said):
+    _, other, saved, entry = with_frozen_bias()
+    entry[name] = value
+    with pytest.raises(ValueError, match=said):
         other.load_state_dict(saved)
+
+
+def test_what_is_none_is_not_there_though_the_parameter_is_frozen():
+    model, other, saved, entry = with_frozen_bias()
+    moment, entry["exp_avg"] = entry["exp_avg_sq"], None
+    other.load_state_dict(saved)
+    model.bias.requires_grad_(True)
+    other.follow_parameters()
+    assert torch.equal(other.state[model.bias]["exp_avg"], torch.zeros(5))
+    assert torch.equal(other.state[model.bias]["exp_avg_sq"], moment)
+
+
+def test_what_was_put_there_and_does_not_fit_refuses_the_step_in_which_it_is_taken_up():
+    model, other, saved, entry = with_frozen_bias()
+    other.load_state_dict(saved)
+    other.state[model.bias]["exp_avg"] = torch.zeros(77)
+    model.bias.requires_grad_(True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"exp_avg in the loaded state has shape \(77,\)"):
+            train(model, other, range(3, 4))
+    other.state[model.bias]["exp_avg"] = entry["exp_avg"]
+    train(model, other, range(3, 4))
+    assert int(other.state[model.bias]["step"]) == 4

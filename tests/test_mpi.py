@@ -133,6 +133,10 @@ def scene_refused(backend: MPIBackend) -> dict[str, str]:
         with pytest.raises(ValueError) as caught:
             case()
         out[name] = str(caught.value)
+    before = len(mpi_module._in_flight)
+    with pytest.raises(MPI.Exception):
+        backend.broadcast(f(3), src=99)
+    assert len(mpi_module._in_flight) == before  # nothing was started, so that nothing is kept
     return out
 
 

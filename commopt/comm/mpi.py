@@ -279,9 +279,13 @@ class MPIBackend:
         meeting = self._meet()
         number = meeting.start(self._channel)
         calls = _Calls()
-        work = _MPIWork(self._mpi, calls, (*kept, x), finish, self.timeout, meeting, self._channel, number)
-        start(calls)  # if one of several fails, the work keeps the tensors of the others
-        return work
+        try:
+            start(calls)
+        except BaseException:
+            if not calls.Test():  # the tensors of calls that have started are kept
+                _MPIWork(self._mpi, calls, (*kept, x), finish, self.timeout, meeting, self._channel, number)
+            raise
+        return _MPIWork(self._mpi, calls, (*kept, x), finish, self.timeout, meeting, self._channel, number)
 
 
 def _spans(length: int, rows: int) -> list[tuple[int, int]]:

@@ -97,6 +97,8 @@ def is_of_outer(given: Mapping[str, Any]) -> bool:
     """True if ``given`` is the state of an outer optimizer, and not that of its base alone, which has the same groups,
     but moments and counters in place of anchors."""
     of_both = any(OUTER in group or "round_step" in group for group in given["param_groups"])
+    if of_both and "base" in (given.get("residuals") or {}):  # whatever a user has added beside
+        return True
     entries = [entry for i in ids_of(given) if (entry := given["state"].get(i))]
     return of_both and (not entries or any(_OUTER & entry.keys() and "step" not in entry for entry in entries))
 

@@ -318,6 +318,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         if new:
             capacity, known = self.capacity_of(new), len(self.buckets)
             waiting = {p: dict(self.state[p]) for p in new if self.state.get(p)}
+            if waiting:  # as a state was loaded while they were frozen
+                i = {id(p): i for i, p in enumerate(self.params)}
+                saving.check_waiting({i[id(p)]: (p, entry) for p, entry in waiting.items()}, self.buckets)
             self._pack(new, capacity, capacity)
             if waiting:
                 saving.take_up(self.buckets[known:], waiting)

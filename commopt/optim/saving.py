@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any
 
@@ -97,8 +96,7 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
         id(p): _own_shapes(bucket, j) for bucket in buckets for j, p in enumerate(bucket.params) if not is_sharded(p)
     }
     part = (given.get("residuals") or {}).get("state", {})
-    names = set[str]().union(*state.values())
-    _check_waiting({i: (p, given["state"].get(i, {})) for i, p in zip(ids, params) if id(p) not in state}, names)
+    check_waiting({i: (p, given["state"].get(i, {})) for i, p in zip(ids, params) if id(p) not in state}, buckets)
     for i, p in zip(ids, params):
         mine_own = own.get(id(p), {})
         for name, value in part.get(i, {}).items():
@@ -120,15 +118,18 @@ def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequ
                 )
 
 
-def _check_waiting(frozen: Mapping[Any, tuple[Tensor, Mapping[str, Any]]], names: AbstractSet[str]) -> None:
-    """Raises ValueError if what ``frozen`` parameters have of ``names``, each with its entry, does not fit: it is taken
-    up in the midst of a run."""
+def check_waiting(frozen: Mapping[Any, tuple[Tensor, Mapping[str, Any]]], buckets: Sequence[StateBucket]) -> None:
+    """Raises ValueError if what ``frozen`` parameters have, each with its entry, would not fit into buckets such as
+    these: it is taken up in the midst of a run."""
+    numbers = set[str]().union(*(bucket.numbers for bucket in buckets))
+    flats = set[str]().union(*(bucket.buffers for bucket in buckets))
     for i, (p, entry) in frozen.items():
-        for name in names & entry.keys():
-            if not isinstance(entry[name], Real):
-                check_tensor(i, name, entry[name])
-            if isinstance(entry[name], Tensor) and entry[name].numel() != 1:
-                check_shape(i, name, entry[name], p.shape, p)
+        for name in (name for name, value in entry.items() if value is not None):
+            value, is_number = entry[name], name in numbers
+            if name in flats or (is_number and not isinstance(value, Real)):
+                check_tensor(i, name, value)
+            if isinstance(value, Tensor) and (name in flats or (is_number and value.numel() != 1)):
+                check_shape(i, name, value, torch.Size() if is_number else p.shape, p)
 
 
 def _own_shapes(bucket: StateBucket, index: int) -> dict[str, torch.Size]:
@@ -232,7 +233,8 @@ def take_up(buckets: Sequence[StateBucket], waiting: Mapping[Tensor, Mapping[str
     entries: Entries = {}
     for bucket in buckets:
         for p, mine in zip(bucket.params, bucket.state()):
-            found = {name: value for name, value in waiting.get(p, {}).items() if name in mine}
+            entry = waiting.get(p, {}).items()
+            found = {name: value for name, value in entry if name in mine and value is not None}
             made = {name: tensor for name, tensor in mine.items() if not found or name != "variance_step"}
             entries[p] = {**made, **found}
     fill(buckets, entries, {})

@@ -21,7 +21,7 @@ import yaml
 
 from commopt.train.config import Config
 from commopt.train.errors import ConfigError
-from commopt.train.yamlfile import Loader, read_yaml
+from commopt.train.yamlfile import Dumper, Loader, read_yaml
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -174,7 +174,7 @@ def _content(path: Path) -> str:
     whole = _whole(data or {})
     if whole == (data or {}):
         return str(path) if data else ""
-    return str(yaml.safe_dump(whole))
+    return str(yaml.dump(whole, Dumper=Dumper))
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -241,7 +241,7 @@ def to_yaml(config: Config) -> str:
     Raises ConfigError for a value that is not plain, such as a Path or a number of numpy, as Python may give.
     """
     try:
-        return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+        return str(yaml.dump(dataclasses.asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
     except yaml.representer.RepresenterError as error:
         value = error.args[-1]
         raise ConfigError(

@@ -13,11 +13,14 @@ from commopt.train.errors import ConfigError
 Loader: Any = type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
 """A safe loader of YAML. Numbers are those of YAML 1.2, as for jsonargparse: for PyYAML's own 9e-1 and 1.5e3 are
 words."""
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+Dumper: Any = type("Dumper", (yaml.SafeDumper,), {})
+"""Writes what the loader reads as it was: words that would be numbers there in quotes."""
+for _of_yaml in (Loader, Dumper):
+    _of_yaml.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
 LARGEST, DEEPEST, MOST = 1 << 20, 64, 100_000
 """Bytes of a file, levels in it, and values, aliases written out, that are read at most."""
 
