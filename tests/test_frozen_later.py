@@ -195,6 +195,25 @@ def test_a_run_is_resumed_to_the_bit_whatever_is_frozen_where_its_optimizer_is_m
     assert "start again from 0" not in caplog.text
 
 
+@every_communicating
+def test_a_layer_that_is_unfrozen_where_a_run_is_resumed_is_as_one_that_is_unfrozen_between_two_steps(name):
+    def run(backend):
+        model, optimizer = made(name, backend, "as at first")
+        train(model, optimizer, range(6), backend.rank, 2)
+        other, resumed = made(name, backend, "as at the end")
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        for p in (model.bias, model.weight):
+            p.requires_grad_(True)
+        train(model, optimizer, range(6, 9), backend.rank, 2)
+        train(other, resumed, range(6, 9), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(other))
+        assert of_ranks(optimizer)[1] == of_ranks(resumed)[1]
+        assert same_bits(of_ranks(optimizer)[0], of_ranks(resumed)[0])
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_run_whose_parameters_have_moved_to_another_group_is_resumed_to_the_bit(overlap):
     def groups(model, moved):

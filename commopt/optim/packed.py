@@ -768,22 +768,23 @@ class PackedOptimizer(torch.optim.Optimizer):
         trainable now, so that residuals fit, and then of what else is. ``owed``: worker's residuals in place of those
         in ``state``, where buckets are others."""
         self._pack_anew(runs)
+        for group in self.param_groups:
+            self.make_buckets(group)
         loading.take_over(self, state, self.origin_with_runs(origin, runs), owed)
 
     def _pack_anew(self, runs: Sequence[Sequence[Tensor]]) -> None:
-        """Makes all buckets anew, without state: one of each of ``runs``, and then of what else is trainable."""
+        """Makes all buckets anew, without state: one of each of ``runs``, and no others."""
         self.state = defaultdict(dict)
         self.buckets = []
         self._pack_runs(runs)
-        for group in self.param_groups:
-            self.make_buckets(group)
         self._refresh_own_tensors()
         self._registered = [list(group["params"]) for group in self.param_groups]
 
     def _pack_as_saved(self, given: Mapping[str, Any]) -> None:
         """Makes the buckets, which lose their state, as they were where the state ``given`` was saved, if they are
         others, though of one ``bucket_mb``: parameters were frozen, unfrozen or put into other groups since that run
-        began, and residuals fit its buckets alone. All ranks load one state, and find the same."""
+        began, and residuals fit its buckets alone. What is trainable beside is packed by the next step, as it would be
+        in that run. All ranks load one state, and find the same."""
         params, part = self.params, given.get("residuals") or {}
         if self.own_in_state or part.get("bucket_mb", -1) != self.bucket_mb:
             return
