@@ -674,6 +674,7 @@ def test_residuals_of_another_model_are_refused():
 # LoCo's feedback ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(but="2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_loco_is_the_moving_average_of_what_is_lost(world_size):
     """Its residual is what the formula says, to what 8 bits can hold; every third mean it is forgotten; and it helps

@@ -60,6 +60,7 @@ def test_between_replicas_hooks_on_parameters_give_what_fsdps_all_reduce_gives(p
             assert calls == 4  # who has which gradients, out, back, and whether all is finite
 
 
+@pytest.mark.long(but="PowerSGD(rank=2, min_compression=2.0, seed=0)-{}")
 @pytest.mark.parametrize(
     ("compressor", "options"),
     [(Int4(block=8), {"inside": Int8(block=8), "weights": Int8(block=8)}), (PowerSGD(2), {})],
@@ -211,6 +212,7 @@ def test_any_mesh_has_the_residuals_that_another_had(pool, saved, loaded, compre
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long(but="Int8(block=8, rounding='nearest', rotate=False, seed=0)-LoCo(beta=0.5, reset_every=None)")
 @pytest.mark.parametrize(("compressor", "feedback"), [(PowerSGD(2), True), (Int8(block=8), LoCo(0.5, None))], ids=repr)
 def test_what_does_not_come_out_at_once_lies_where_it_did(pool, compressor, feedback):
     """Low rank, whose factors begin anew for other pieces; and LoCo's, which is rounded to 8 bits once more."""
@@ -286,6 +288,7 @@ def test_another_compressor_inside(pool):
         assert not torch.equal(pair, other)
 
 
+@pytest.mark.long
 def test_weights_on_the_wire(pool):
     """8 bits: all ranks compute with the same; differences follow the weights, and backward sends none."""
     ranks = pool.over_gloo(3, fsdp_scenes.of_weights)

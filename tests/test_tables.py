@@ -56,6 +56,7 @@ def adamw(params: list[Tensor], lr: float, backend: ThreadBackend) -> torch.opti
     return torch.optim.AdamW(params, lr, weight_decay=0.0)
 
 
+@pytest.mark.long(but="ZeroOneAdam")
 @pytest.mark.parametrize("cls", [OneBitAdam, ZeroOneAdam])
 def test_a_recommender_learns_as_with_adamw(cls: type[OneBitAdam | ZeroOneAdam]) -> None:
     """Of zeros the loss is 2. A variance of the first gradients makes it 0.33, or 25,000 in 0/1 Adam."""

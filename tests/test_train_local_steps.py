@@ -30,6 +30,7 @@ def whole(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+@pytest.mark.long(but="8")
 @pytest.mark.parametrize("step", [8, 9])
 def test_stopped_between_rounds_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, whole: Path, tmp_path: Path, step: int
@@ -59,6 +60,7 @@ CSER = {
 }
 
 
+@pytest.mark.long(but="compressor0")
 @pytest.mark.parametrize("compressor", [BLOCKS, {"name": "Sign", "args": {"block": 64}}])
 def test_cser_stopped_and_resumed_is_never_stopped_and_saves_the_mean_model(
     pair: Pair, tiny: Make, tmp_path: Path, compressor: dict[str, Any]

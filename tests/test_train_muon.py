@@ -56,6 +56,7 @@ def test_hidden_matrices_are_muons_and_all_else_is_adamws(named: dict[str, Any])
         assert mixed.param_groups[2]["outer_weight_decay"] == 0.0
 
 
+@pytest.mark.long(but="MuLoCo")
 @pytest.mark.parametrize("optim", [MUON, MULOCO], ids=["Muon", "MuLoCo"])
 def test_stopped_and_resumed_is_never_stopped(pair: Pair, tiny: Make, tmp_path: Path, optim: dict[str, Any]) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

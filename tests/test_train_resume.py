@@ -26,6 +26,7 @@ def unstopped(pair: Pair, tiny: Make, tmp_path_factory: pytest.TempPathFactory) 
     return run_dir
 
 
+@pytest.mark.long(but="5-switch")
 @pytest.mark.parametrize(("step", "phase"), [(3, "warmup"), (5, "switch"), (9, "compressed")])
 def test_stopped_and_resumed_is_never_stopped(
     pair: Pair, tiny: Make, unstopped: Path, tmp_path: Path, step: int, phase: str
