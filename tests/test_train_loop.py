@@ -34,6 +34,7 @@ from commopt.train.loop import (
     SETTLES,
     Trainer,
     learning_rate,
+    providers,
     steps_until_asked,
     train,
     warn_of_freeze,
@@ -666,3 +667,12 @@ def test_sigterm_under_torchrun_saves_and_exits_with_0(tiny: Make, tmp_path: Pat
     assert "checkpoint saved; go on with: --resume=auto" in output
     assert "Traceback" not in output
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_one_provider_of_kernels_is_named_once_and_others_with_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {"a": {"default": "reference"}, "b": {"default": "reference", "cpu": "native"}, "c": {"default": "native"}}
+    monkeypatch.setattr(commopt.ops, "report", lambda: served)
+    assert providers("cpu") == "native; reference: a"
+    assert providers("cuda") == "reference; native: c"
+    monkeypatch.setattr(commopt.ops, "report", lambda: {"a": served["a"]})
+    assert providers("cpu") == "reference"

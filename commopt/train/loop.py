@@ -109,11 +109,13 @@ def piece_size(config: Config, world: World) -> int:
 
 
 def providers(device: str) -> str:
-    """Providers of the operators on a device, as ``commopt.ops.report`` says: no silent slow path."""
+    """The provider of most operators on a device, and others with the names of theirs, as ``commopt.ops.report`` says:
+    no silent slow path."""
     served: dict[str, list[str]] = {}
     for name, by_device in commopt.ops.report().items():
         served.setdefault(by_device.get(device, by_device["default"]), []).append(name)
-    return "; ".join(f"{provider}: {', '.join(names)}" for provider, names in served.items())
+    most, *others = sorted(served, key=lambda provider: -len(served[provider]))
+    return "; ".join([most, *(f"{provider}: {', '.join(served[provider])}" for provider in others)])
 
 
 def steps_until_asked(seconds: float) -> int:
