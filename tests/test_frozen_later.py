@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import pickle
+import zlib
 
 import pytest
 import torch
-from every import EVERY, every_communicating
+from every import EVERY, every_communicating, every_outer
 from torch import nn
 from worlds import Used, backward, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import OneBitAdam
 from commopt.comm import LocalBackend
-from commopt.optim.calls import OutOfStep
+from commopt.optim.calls import OutOfStep, StepRefused
 
 
 def run_until(name, backend, later):
@@ -277,6 +280,93 @@ def test_ranks_that_have_other_buckets_are_told_before_anything_is_sent():
             train(other, resumed, range(6, 7), backend.rank, 2)
 
     on_threads(2, run)
+
+
+@every_outer
+@pytest.mark.parametrize("how", ["loaded", "unfrozen"])
+def test_ranks_of_rounds_that_have_other_buckets_are_told_before_anything_is_sent(name, how):
+    """Of two layers of one size, in other order: what is sent would be taken for the other's."""
+
+    def run(backend):
+        layers = [nn.Parameter(torch.full((5,), float(x))) for x in (0, 100)]
+        trained = nn.Parameter(torch.zeros(5))
+        optimizer = EVERY[name]([trained, *layers], lr=1e-2, backend=backend, bucket_mb=1e-5)
+        first, second = layers if backend.rank == 0 else reversed(layers)
+
+        def steps(n):
+            for _ in range(n):
+                for p in (trained, *layers):
+                    p.grad = torch.ones(5) if p.requires_grad else None
+                optimizer.step()
+
+        if how == "loaded":
+            state = optimizer.state_dict()
+            state["residuals"]["buckets"] = [[0], [1], [2]] if backend.rank == 0 else [[0], [2], [1]]
+            state["residuals"]["layout"] = zlib.crc32(str(state["residuals"]["buckets"]).encode())
+            del state["residuals"]["digest"]
+            optimizer.load_state_dict(state)
+        else:
+            for p in layers:
+                p.requires_grad_(False)
+            optimizer = EVERY[name]([trained, *layers], lr=1e-2, backend=backend, bucket_mb=1e-5)
+            for p in (first, second):
+                p.requires_grad_(True)
+                steps(1)
+        with pytest.raises((OutOfStep, StepRefused), match="other buckets"):
+            steps(4)
+        with pytest.raises((OutOfStep, StepRefused), match="other buckets"), optimizer.averaged():
+            pass
+
+    on_threads(2, run)
+
+
+def within_averaged(optimizer):
+    with optimizer.averaged():
+        pass
+
+
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "CSER", "QSparseLocalSGD", "LocalSGD", "Gossip"])
+@pytest.mark.parametrize("take_mean", [within_averaged, operator.methodcaller("synchronize")])
+def test_ranks_that_have_other_buckets_take_no_mean(name, take_mean):
+    def run(backend):
+        model, optimizer = unfrozen_twice(name, backend)
+        train(model, optimizer, range(6, 7), backend.rank, 2)
+        assert optimizer.replicas_differ
+        other, resumed = made(name, backend, "as at the end")
+        state = optimizer.state_dict()
+        if backend.rank == 1:
+            del state["residuals"]
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(state)
+        before = params_of(other)
+        with pytest.raises(OutOfStep, match="other buckets"):
+            take_mean(resumed)
+        assert same_bits(before, params_of(other))
+
+    on_threads(2, run)
+
+
+def test_a_state_that_one_rank_takes_between_backward_and_step_leaves_the_step_in_flight_alone():
+    """Parameters were put into another group, while the first bucket waits for one that is not used."""
+
+    def run(backend, takes):
+        model = Used()
+        model.unused.requires_grad_(True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": trained[:2]}, {"params": trained[2:]}]
+        optimizer = OneBitAdam(groups, freeze_step=2, bucket_mb=1e-4, overlap=True, backend=backend)
+        train(model, optimizer, range(4), backend.rank, 2)
+        backward(model, 4, backend.rank, 2)
+        optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+        if takes and backend.rank == 0:
+            optimizer.state_dict()
+        optimizer.step()
+        train(model, optimizer, range(5, 7), backend.rank, 2)
+        return params_of(model)
+
+    (alone, _), (one, other) = (on_threads(2, functools.partial(run, takes=takes)) for takes in (False, True))
+    assert same_bits(one, other)
+    assert same_bits(one, alone)
 
 
 @every_communicating

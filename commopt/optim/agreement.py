@@ -21,7 +21,7 @@ import torch
 from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_rows, numbers_in_world, wait
 from commopt.comm.backend import Done
 from commopt.optim import calls
-from commopt.optim.calls import FIELDS, OutOfStep, StepRefused
+from commopt.optim.calls import FIELDS, OTHER_BUCKETS, OutOfStep, StepRefused
 from commopt.optim.digest import as_long_as_any
 from commopt.optim.setup import gather_texts
 
@@ -260,10 +260,7 @@ class Agreement:
         if found is None:
             raise OutOfStep(f"{self._where}: the ranks have different numbers of parameter groups")
         if found.key == "buckets":
-            raise OutOfStep(
-                f"{self._where}: the ranks have their parameters in other buckets; freeze, unfreeze and move the same "
-                "ones at the same steps, and load a state with every rank's own part on all ranks, or without on all"
-            )
+            raise OutOfStep(f"{self._where}: {OTHER_BUCKETS}")
         whose = f" of parameter group {found.group}" if found.group < len(self._report.terms) - 1 else ""
         remedy = (
             "call step() equally often on every rank, and load a state on all of them or on none"

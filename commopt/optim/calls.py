@@ -29,6 +29,13 @@ CALLS = (
 """All calls, in words; a new one goes to the end."""
 
 
+OTHER_BUCKETS = (
+    "the ranks have their parameters in other buckets; freeze, unfreeze and move the same ones at the same steps, and "
+    "load a state with every rank's own part on all ranks, or without on all"
+)
+"""Error of ranks that would average other parameters than each other."""
+
+
 class StepRefused(RuntimeError):
     """All ranks refuse the step, because one cannot take it or they do not fit together."""
 

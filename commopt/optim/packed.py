@@ -77,6 +77,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _check_next: bool  # digests, when the ranks next communicate
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
     _layout: int | None = None  # of the buckets, where it is known
+    _in_flight: Any = None  # a step that has begun, with the buckets there were
     _kept_packed: Collection[int] = ()  # ids of those that are packed though they are frozen: in rebind()
     _kept_runs: Sequence[Sequence[Tensor]] = ()  # of buckets that are to be made anew as they were: in rebind()
     _own_values: dict[Tensor, Tensor] | None = None  # of each parameter, while it is the mean
@@ -398,7 +399,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _regroup(self) -> None:
         """Follows parameters that were put into other groups, unless a step is to refuse that, or has begun."""
-        if not self.replicas_differ and self.why_not_synchronize() is None and binding.regrouped(self):
+        may = self._in_flight is None and not self.replicas_differ and self.why_not_synchronize() is None
+        if may and binding.regrouped(self):
             binding.regroup(self)
             self.watch_buckets()
 
@@ -504,7 +506,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             assigned.follow(self)
         except ValueError as caught:
             error = error or caught
-        replicas.agree(self.topology, self.agrees_over, error, what)
+        replicas.agree(self.topology, self.agrees_over, error, what, buckets=self.layout_of_all())
 
     @property
     def takes_local_steps(self) -> bool:
@@ -644,7 +646,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         """This rank's own part, as copies, and whose it is."""
         declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
         own = saving.own_states(declared, self.params, self.own_value)
-        packed = {"buckets": saving.numbers_in(self.buckets, self._known()), "bucket_mb": self.bucket_mb}
+        packed: dict[str, Any] = {}
+        if [*map(id, self._known())] == [*map(id, self.params)]:  # else the numbers are others than those of state
+            packed = {"buckets": saving.numbers_in(self.buckets, self.params), "bucket_mb": self.bucket_mb}
         return {**saving.whose(self._origin(), self.topology), **packed, "state": own}
 
     @binding.on_itself
@@ -743,6 +747,12 @@ class PackedOptimizer(torch.optim.Optimizer):
         if self._layout is None:
             self._layout = zlib.crc32(str(saving.numbers_in(self.buckets, self._known())).encode())
         return self._layout
+
+    def layout_of_all(self) -> int:
+        """:meth:`layout`, of the groups as they are now, where all ranks have the same; else 0: some hold other parts
+        of the model."""
+        self._regroup()
+        return self.layout() if len({*self.topology.stages}) == 1 else 0
 
     def _all_state(self) -> dict[Any, Any]:
         """``state`` with the residuals in it; what users have put there besides is as it is."""

@@ -27,7 +27,7 @@ from commopt.comm import (
     numbers_in_world,
 )
 from commopt.optim import binding, calls
-from commopt.optim.calls import StepRefused
+from commopt.optim.calls import OTHER_BUCKETS, OutOfStep, StepRefused
 from commopt.optim.diagnostics import by_a_door, worth_a_line
 from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
 from commopt.optim.setup import first_lines_apart, gather_texts
@@ -52,21 +52,24 @@ def agree(
     error: Exception | None,
     what: str,
     layout: str = "",
+    buckets: int = 0,
 ) -> None:
     """Makes sure that all ranks can take the mean now, which ``what`` is called in; ``error`` is what forbids it on
     this one. They say so ``over`` the channel on which they agree on a step.
 
     Args:
         layout: lines that must be the same on all ranks: of what they make the same besides.
+        buckets: a checksum of the buckets, which must be so, too.
 
     Raises:
         error: on the rank that has one; the others raise StepRefused.
         ValueError: on all ranks, if they differ in ``layout``.
+        commopt.optim.calls.OutOfStep: on all ranks, if they differ in ``buckets``.
         commopt.optim.calls.CallsDiffer: on all ranks, if one is in another call.
         commopt.comm.CollectiveError: the other ranks could not be reached.
     """
     with reaching_others(topology, what):
-        table = calls.tell(over, what, zlib.crc32(layout.encode()), cannot=error is not None)
+        table = calls.tell(over, what, zlib.crc32(layout.encode(), buckets), cannot=error is not None)
     topology.traffic.leave_out()
     calls.refuse_other_calls(table, over, what)
     if error is not None:
@@ -74,6 +77,8 @@ def agree(
     if (failed := calls.first_that_cannot(table, over)) is not None:
         raise StepRefused(f"{what}: rank {failed} cannot take part; its own error says why")
     if any(row[1] != table[0][1] for row in table):
+        if len(set(gather_texts(over.inner, str(buckets)))) > 1:
+            raise OutOfStep(f"{what}: {OTHER_BUCKETS}")
         texts = gather_texts(over.inner, layout)
         rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
         theirs, first = first_lines_apart(texts[rank], texts[0])
@@ -127,7 +132,7 @@ def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, buffers: How
     except ValueError as caught:
         error = caught
     if model is not None and optimizer.topology.world_size > 1:
-        agree(optimizer.topology, optimizer.agrees_over, error, call, "\n".join(layout))
+        agree(optimizer.topology, optimizer.agrees_over, error, call, "\n".join(layout), optimizer.layout_of_all())
     if error is not None:
         raise error
     tell_of_copies(optimizer, model)

@@ -50,9 +50,11 @@ def origin_here(buckets: Sequence[StateBucket], params: Sequence[Tensor], topolo
 def buckets_of(part: Mapping[str, Any], count: int, topology: Topology) -> list[list[int]]:
     """The numbers of the parameters in the buckets that a rank's own ``part`` is of, if a world like this one, with
     ``count`` parameters, can make the same ones; empty if that is not known, or cannot be."""
-    numbers = part.get("buckets") or []
+    numbers = part.get("buckets")
+    if not isinstance(numbers, list) or any(not isinstance(run, list) for run in numbers):
+        return []
     flat = [i for run in numbers for i in run]
-    fits = len({*flat}) == len(flat) and all(type(i) is int and 0 <= i < count for i in flat)
+    fits = all(type(i) is int and 0 <= i < count for i in flat) and len({*flat}) == len(flat)
     same = part.get("world_size") == topology.world_size and part["rank"] != MERGED
     return numbers if same and fits and layout_of(numbers, topology) == part["layout"] else []
 

@@ -164,8 +164,11 @@ def report(
     moved, step = optimizer._moved, group["round_step"]
     skipped = max(optimizer._skipped_in_a_row.values(), default=0)
     still = zlib.crc32(str(frozen_of(optimizer) if frozen is None else frozen).encode()) % 2**20
-    ids = optimizer.packed()
-    packed = zlib.crc32(str([i for i, p in enumerate(optimizer.params) if id(p) in ids]).encode())
+    if optimizer.members is None:
+        packed = optimizer.layout()
+    else:  # whose buckets are made anew, alike, where they are others than before
+        ids = optimizer.packed()
+        packed = zlib.crc32(str([i for i, p in enumerate(optimizer.params) if id(p) in ids]).encode())
     return RoundReport(
         finite, optimizer._square, step, number, checksum, moved, checks, error, still, packed, skipped, named
     )

@@ -181,14 +181,15 @@ def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
     optimizer._moved = False
 
 
-def pack_anew(optimizer: OuterOptimizer, packed: Collection[int]) -> None:
-    """Makes the buckets anew, of the parameters with the ids ``packed``, frozen or not, and of no others."""
+def pack_anew(optimizer: OuterOptimizer, packed: Collection[int], runs: Sequence[Sequence[Tensor]] = ()) -> None:
+    """Makes the buckets anew, of the parameters with the ids ``packed``, frozen or not, and of no others; as they were,
+    if these are the ``runs``."""
     others = [p for p in optimizer.params if p.requires_grad != (id(p) in packed)]
     try:
         for p in others:
             p.requires_grad_(not p.requires_grad)
         optimizer.buckets = []
-        optimizer._rebuild(optimizer.state, None)
+        optimizer._rebuild(optimizer.state, None, runs)
     finally:
         for p in others:
             p.requires_grad_(not p.requires_grad)

@@ -268,7 +268,7 @@ def move(optimizer: OuterOptimizer, backend: Backend, same_ranks: bool) -> None:
     topology.traffic.go_on_from(optimizer.topology.traffic)
     optimizer.topology, optimizer.flights = topology, Flights(topology)
     optimizer._diagnostics.rank, optimizer._diagnostics.numbers = topology.rank, topology.numbers
-    joining.pack_anew(optimizer, optimizer.packed())
+    joining.pack_anew(optimizer, optimizer.packed(), optimizer._runs() if same_ranks else ())
     for bucket in optimizer.buckets:
         if bucket.feedback is None:
             continue

@@ -66,7 +66,7 @@ class RoundReport:
         checks: whether this rank wants digests compared.
         error: why this rank cannot continue.
         frozen: a checksum of which parameters are frozen, below 2**20.
-        packed: a checksum of which parameters are in buckets, those that have ever been trainable; below 2**32.
+        packed: a checksum of which parameters are in which bucket, of members which are in any; below 2**32.
         skipped: how many rounds before this one were skipped in a row, as far as this rank knows.
         named: for each group what ``terms`` is a checksum of, if ranks can ask each other for it.
     """
@@ -183,8 +183,9 @@ def _compare_layouts(topology: Topology, table: list[list[float]], where: str) -
         if table[rank][7] // 2 != table[first][7] // 2:
             odd, usual = topology.numbers[rank], topology.numbers[first]
             raise StepRefused(
-                f"{where}: rank {odd} trains, or has trained, other parameters than rank {usual}; freeze and unfreeze "
-                "the same ones on every rank, at the same step"
+                f"{where}: rank {odd} trains, or has trained, other parameters than rank {usual}, or has them in other "
+                "buckets; freeze and unfreeze the same ones on every rank, at the same step, and load a state with "
+                "every rank's own part on all ranks, or without on all"
             )
 
 
