@@ -71,7 +71,7 @@ def exchanged(optimizer: PackedOptimizer) -> bool:
 def regrouped(optimizer: PackedOptimizer) -> bool:
     """True if somebody has put parameters into other groups, so that a bucket has some of several."""
     now = [group["params"] for group in optimizer.param_groups]
-    if len(now) == len(optimizer._registered) and all(map(_same_objects, now, optimizer._registered)):
+    if len(now) == len(optimizer._registered) and all(map(same_objects, now, optimizer._registered)):
         return False
     groups = optimizer.group_of()
     if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
@@ -123,7 +123,8 @@ def regroup(optimizer: PackedOptimizer) -> None:
     optimizer._rebuild(state, origin, runs, owed)
 
 
-def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """True if both have the same objects, in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

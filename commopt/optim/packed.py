@@ -320,8 +320,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             capacity, known = self.capacity_of(new), len(self.buckets)
             waiting = {p: dict(self.state[p]) for p in new if self.state.get(p)}
             if waiting:  # as a state was loaded while they were frozen
-                i = {id(p): i for i, p in enumerate(self.params)}
-                saving.check_waiting({i[id(p)]: (p, entry) for p, entry in waiting.items()}, self.buckets)
+                frozen = {i: (p, waiting[p]) for i, p in enumerate(self.params) if p in waiting}
+                saving.check_waiting(frozen, self.buckets)
             self._pack(new, capacity, capacity)
             if waiting:
                 saving.take_up(self.buckets[known:], waiting)
@@ -647,7 +647,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
         own = saving.own_states(declared, self.params, self.own_value)
         packed: dict[str, Any] = {}
-        if [*map(id, self._known())] == [*map(id, self.params)]:  # else the numbers are others than those of state
+        if binding.same_objects(self._known(), self.params):  # else the numbers are others than those of state
             packed = {"buckets": saving.numbers_in(self.buckets, self.params), "bucket_mb": self.bucket_mb}
         return {**saving.whose(self._origin(), self.topology), **packed, "state": own}
 
