@@ -443,3 +443,19 @@ def test_what_was_put_there_and_does_not_fit_refuses_the_step_in_which_it_is_tak
     other.state[model.bias]["exp_avg"] = entry["exp_avg"]
     train(model, other, range(3, 4))
     assert int(other.state[model.bias]["step"]) == 4
+
+
+def test_the_state_of_an_adam_waits_for_a_frozen_parameter_with_a_second_moment_as_old_as_the_first():
+    model = Used()
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    train(model, adam, range(3))
+    i = [*map(id, adam.param_groups[0]["params"])].index(id(model.bias))
+    saved = adam.state_dict()["state"][i]
+    model.bias.requires_grad_(False)
+    other = OneBitAdam(adam.param_groups[0]["params"], backend=LocalBackend())
+    other.load_state_dict(adam.state_dict())
+    model.bias.requires_grad_(True)
+    other.follow_parameters()
+    found = other.state[model.bias]
+    assert (int(found["step"]), int(found["variance_step"])) == (3, 3)
+    assert all(torch.equal(found[name], saved[name]) for name in ("exp_avg", "exp_avg_sq"))
