@@ -181,6 +181,17 @@ class CommOptimizer(PackedOptimizer):
         ``ctx.barrier``."""
         raise NotImplementedError
 
+    def idle(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
+        """In place of :meth:`bucket_step` for a bucket of which no parameter has a gradient on any rank: sends nothing,
+        and leaves what a step would."""
+        yield ctx.barrier
+        bucket.nonzero = []
+
+    def touches_absent(self, group: dict[str, Any]) -> bool:
+        """True if the group's next step changes something of parameters that have no gradient on any rank: the others
+        hear of them then, too."""
+        return False
+
     def phase_of(self, group: dict[str, Any]) -> str:
         """Phase of the group's next step."""
         raise NotImplementedError
@@ -541,11 +552,16 @@ class CommOptimizer(PackedOptimizer):
                 groups.update(self.group_of())
             return groups.get(key, self.param_groups[0])
 
+        def task(bucket: StateBucket, ctx: StepContext) -> Iterator[Work]:
+            group = group_of(bucket)
+            rests = len(ctx.absent(bucket)) == len(bucket.params) and not self.touches_absent(group)
+            return (self.idle if rests else self.bucket_step)(bucket, group, ctx)
+
         def has_stages(bucket: StateBucket) -> bool:  # without nodes an average is one collective
             return bucket.local_world_size > 1 or not self.wants_average(group_of(bucket))
 
         return Starter(
-            task=lambda bucket, ctx: self.bucket_step(bucket, group_of(bucket), ctx),
+            task=task,
             factor=lambda bucket: -bucket.factor if group_of(bucket)["maximize"] else bucket.factor,
             has_stages=has_stages,
             channels=self._channels_of,

@@ -337,6 +337,9 @@ class CSER(CommOptimizer):
     def wants_average(self, group: dict[str, Any]) -> bool:
         return False
 
+    def touches_absent(self, group: dict[str, Any]) -> bool:
+        return True  # it may owe them an error
+
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         if bucket.world_size == 1:
             yield ctx.barrier

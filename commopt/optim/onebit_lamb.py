@@ -235,6 +235,9 @@ class OneBitLamb(WarmupOptimizer):
             if average is None:
                 _average(state, ratio, group["coeff_beta"])
 
+    def raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
+        floor.set_variance(bucket, floor.raised_in_tensors(bucket, group, self.compressor))
+
     def _scaling(self, bucket: StateBucket, group: dict[str, Any], v: Tensor) -> list[float]:
         """k of each parameter, 1 where each element has its own; not stored yet where it is new."""
         known: list[float] = bucket.numbers["scaling_coeff"].tolist()

@@ -120,8 +120,19 @@ class WarmupOptimizer(CommOptimizer):
         return means
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
-        compresses = self.phase_of(group) == "compressed" and bucket.feedback is not None
-        return (self.compressed if compresses else self.warmup)(bucket, group, ctx)
+        return (self.compressed if self._compresses(bucket, group) else self.warmup)(bucket, group, ctx)
+
+    def _compresses(self, bucket: StateBucket, group: dict[str, Any]) -> bool:
+        return self.phase_of(group) == "compressed" and bucket.feedback is not None
+
+    def idle(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
+        yield from super().idle(bucket, group, ctx)
+        if self._compresses(bucket, group):
+            self.raise_variance(bucket, group)
+
+    def raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
+        """Raises a variance that stands from now on, as a compressed step does."""
+        floor.raise_in_blocks(bucket, group, self.compressor)
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """One step of the algorithm on means of the gradients."""

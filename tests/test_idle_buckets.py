@@ -1,0 +1,85 @@
+"""Buckets of which no parameter has a gradient on any rank are not sent, and nothing else changes by that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from every import make
+from torch import nn
+from worlds import on_threads, same_bits, some_grads, tensors_in
+
+SIZES = [(64, 3), (40,), (300,), (17, 5), (130,), (2, 50)]
+NAMES = [
+    "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam",
+    "OneBitAdam warming up", "OneBitAdam warming up by 4 bits",
+]  # fmt: skip
+
+
+def present(step: int) -> set[int]:
+    """Indices of the parameters that have a gradient: all at first; then one bucket of several, and then others, rests,
+    in whole or in part."""
+    return {0: {*range(6)}, 1: {0, 1, 2}, 2: {3}, 3: {*range(6)}, 4: set(), 5: {0, 5}}[step // 2 % 6]
+
+
+def step_by_step(optimizer, params: list[nn.Parameter], rank: int, steps: int) -> list[int]:
+    """Bytes of each step."""
+    sent = []
+    for step in range(steps):
+        for i, (p, g) in enumerate(zip(params, some_grads(SIZES, step, rank))):
+            p.grad = g.to(p.dtype) if i in present(step) else None
+        optimizer.step()
+        sent.append(optimizer.comm_stats()["step"]["bytes"])
+    return sent
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_rests_is_as_if_it_had_been_sent(name, overlap, ranks_per_node):
+    def run(backend):
+        ranks = backend if ranks_per_node == 1 else backend.nodes(ranks_per_node)
+        runs = []
+        for sends_all in (False, True):
+            params = parameters()
+            optimizer = make(name, params, overlap=overlap, bucket_mb=1e-3, backend=ranks)
+            assert len(optimizer.buckets) > 2
+            if sends_all:
+                optimizer.touches_absent = lambda group: True
+            sent = step_by_step(optimizer, params, backend.rank, 15)
+            runs.append((params, tensors_in(optimizer.state_dict()), sent))
+        (rested, state, sent), (moved, other, all_sent) = runs
+        assert same_bits(rested, moved)
+        assert same_bits(state, other)
+        assert all(less <= more for less, more in zip(sent, all_sent))
+        assert sum(sent) < sum(all_sent)
+
+    on_threads(2 * ranks_per_node, run)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "OneBitLion"])
+def test_a_compressed_step_sends_the_buckets_that_have_gradients_and_no_others(name, overlap):
+    def run(backend):
+        params = parameters()
+        optimizer = make(name, params, overlap=overlap, bucket_mb=1e-3, backend=backend)
+
+        def sent(*buckets) -> int:
+            chosen = {id(p) for bucket in buckets for p in bucket.params}
+            for p, g in zip(params, some_grads(SIZES, 1, backend.rank)):
+                p.grad = g.to(p.dtype) if id(p) in chosen else None
+            optimizer.step()
+            return optimizer.comm_stats()["step"]["by_collective"].get("all_to_all", {"bytes": 0})["bytes"]
+
+        for _ in range(3):
+            sent(*optimizer.buckets)
+        alone = [sent(bucket) for bucket in optimizer.buckets]
+        assert len(alone) > 2
+        assert min(alone) > sent() == 0
+        assert sum(alone) == sent(*optimizer.buckets)
+
+    on_threads(2, run)
