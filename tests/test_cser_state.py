@@ -30,7 +30,7 @@ from worlds import (
 from commopt import CSER, Guard, OneBitAdam, QSparseLocalSGD, attach
 from commopt.comm import CONFIRMATION_BYTES, ThreadBackend, all_reduce_bytes
 from commopt.compress import Identity, RandomBlocks, Sign
-from commopt.optim import ReplicasDiffer, join_state_dict, split_state_dict
+from commopt.optim import ReplicasDiffer, following, join_state_dict, split_state_dict
 from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.optim.calls import FIELDS
 from commopt.optim.own_tensor import OwnTensor, Place
@@ -309,7 +309,7 @@ def test_moving_the_model_to_another_dtype_keeps_its_state():
         model.double()
         with optimizer.averaged():
             pass
-        optimizer.follow_parameters()
+        following.follow_parameters(optimizer)
         for entry, p in zip(before, model.parameters()):
             assert all(torch.equal(v.double(), optimizer.state[p][k].double()) for k, v in entry.items())
         train(model, optimizer, range(4, 6), backend.rank, 2)

@@ -16,6 +16,7 @@ from worlds import Used, backward, on_threads, params_of, same_bits, tensors_in,
 
 from commopt import OneBitAdam
 from commopt.comm import LocalBackend
+from commopt.optim import following, packing
 from commopt.optim.calls import OutOfStep, StepRefused
 
 
@@ -77,7 +78,7 @@ def test_nothing_is_lost_where_buckets_are_made_anew_behind_an_unfrozen_layer(na
             other.param_groups[0]["params"][:] = twin.parameters()
             other.rebind()
         else:
-            other._rebuild(other._all_state(), other._origin(), other._runs())
+            following.rebuild(other, other.all_state(), packing.origin_here(other), packing.runs_of(other))
         for m, o in ((model, optimizer), (twin, other)):
             train(m, o, range(4 + then, 9), backend.rank, 2)
         assert same_bits(params_of(model), params_of(twin))
@@ -98,7 +99,7 @@ def test_a_model_that_is_cast_keeps_state_and_residuals_of_all(later, caplog):
         model, optimizer = run_until("OneBitAdam", backend, later)
         before, layout = of_ranks(optimizer)
         model.double()
-        optimizer.follow_parameters()
+        following.follow_parameters(optimizer)
         after, same = of_ranks(optimizer)
         assert layout == same
         assert all(torch.equal(a.double(), b.double()) for a, b in zip(before, after))
@@ -115,7 +116,7 @@ def test_a_model_that_is_cast_in_part_has_its_state_in_buckets_of_each_dtype():
         model, optimizer = run_until("OneBitAdam", backend, "frozen")
         before = [optimizer.state[p]["exp_avg"].clone() for p in (model.weight, model.embedding)]
         model.weight.data = model.weight.data.double()
-        optimizer.follow_parameters()
+        following.follow_parameters(optimizer)
         after = [optimizer.state[p]["exp_avg"] for p in (model.weight, model.embedding)]
         assert [t.dtype for t in after] == [torch.float64, torch.float32]
         assert all(torch.equal(a.double(), b.double()) for a, b in zip(before, after))
@@ -382,7 +383,7 @@ def test_in_another_world_what_was_unfrozen_since_has_its_state_when_it_is_unfro
         kept = resumed.state_dict()
         for p in (other.bias, other.weight):
             p.requires_grad_(True)
-        resumed.follow_parameters()
+        following.follow_parameters(resumed)
         for state in (kept, resumed.state_dict()):
             assert same_bits(shared_in(optimizer.state_dict()), shared_in(state))
         train(other, resumed, range(6, 8), backend.rank, 2)
@@ -427,7 +428,7 @@ def test_what_is_none_is_not_there_though_the_parameter_is_frozen():
     moment, entry["exp_avg"] = entry["exp_avg_sq"], None
     other.load_state_dict(saved)
     model.bias.requires_grad_(True)
-    other.follow_parameters()
+    following.follow_parameters(other)
     assert torch.equal(other.state[model.bias]["exp_avg"], torch.zeros(5))
     assert torch.equal(other.state[model.bias]["exp_avg_sq"], moment)
 
@@ -455,7 +456,7 @@ def test_the_state_of_an_adam_waits_for_a_frozen_parameter_with_a_second_moment_
     other = OneBitAdam(adam.param_groups[0]["params"], backend=LocalBackend())
     other.load_state_dict(adam.state_dict())
     model.bias.requires_grad_(True)
-    other.follow_parameters()
+    following.follow_parameters(other)
     found = other.state[model.bias]
     assert (int(found["step"]), int(found["variance_step"])) == (3, 3)
     assert all(torch.equal(found[name], saved[name]) for name in ("exp_avg", "exp_avg_sq"))

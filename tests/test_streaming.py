@@ -32,7 +32,7 @@ from worlds import (
 from commopt import DiLoCo, Guard, LocalSGD, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import LocalBackend, all_reduce_bytes
 from commopt.compress import Int4, Sign, TopK
-from commopt.optim import NotFinite, ReplicasDiffer, join_state_dict, split_state_dict
+from commopt.optim import NotFinite, ReplicasDiffer, following, join_state_dict, packing, split_state_dict
 from commopt.outer.rounds import ROUND_BYTES, Comparison
 
 METHODS = {"average": LocalSGD, "slowmo": SlowMo, "diloco": DiLoCo, "sign": SignMomentum, "sparse": SparseLoCo}
@@ -279,7 +279,7 @@ def test_a_copy_in_the_middle_of_a_flight_goes_on_as_the_original_would(streamin
                 optimizer.consolidate_state_dict()
             if how == "cast":
                 other.float().double()  # changes bits; what was in flight is loaded
-                second._rebuild(second._all_state(), second._origin())
+                following.rebuild(second, second.all_state(), packing.origin_here(second))
             other.load_state_dict(model.state_dict())
             second.load_state_dict(optimizer.state_dict())
         train(model, optimizer, range(8, 12), backend.rank, 2)

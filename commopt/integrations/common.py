@@ -12,7 +12,7 @@ from torch import nn
 from commopt.attach import attach, unwrapped
 from commopt.ddp_models import ddp_models_in
 from commopt.hsdp import has_replicas
-from commopt.optim import binding
+from commopt.optim import following
 from commopt.optim.packed import PackedOptimizer
 
 
@@ -36,7 +36,7 @@ def take_over(model: Any, optimizer: PackedOptimizer) -> None:
     takes of ``model``."""
     if isinstance(model, nn.Module) and has_replicas(model):
         attach(model, optimizer)
-    elif binding.exchanged(optimizer):
+    elif following.exchanged(optimizer):
         optimizer.rebind()
 
 

@@ -46,7 +46,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import assigned, binding, calls, checks, comparing, floor, replicas, wrapped
+from commopt.optim import assigned, binding, calls, checks, comparing, floor, following, packing, replicas, wrapped
 from commopt.optim.agreement import StepDecision, StepReport, StepSkipped, is_usable
 from commopt.optim.calls import OutOfStep
 from commopt.optim.closure import loss_of
@@ -272,7 +272,7 @@ class CommOptimizer(PackedOptimizer):
             known = {*self.defaults, *self.known_options}
             check_group_keys(type(self), self.param_groups[-1], known, where)
             self.check_group(self.param_groups[-1])
-            binding.refuse_moved(self, self.param_groups[-1]["params"])
+            following.refuse_moved(self, self.param_groups[-1]["params"])
 
         if self._ready:
             self.give_up_step()
@@ -436,11 +436,11 @@ class CommOptimizer(PackedOptimizer):
         """Follows parameters that were moved, cast or unfrozen, and assigned state; what forbids this step if something
         else was done to them. The other ranks hear of it when they agree."""
         try:
-            binding.refuse_exchanged(self)
-            binding.refuse_regrouped(self)
+            following.refuse_exchanged(self)
+            following.refuse_regrouped(self)
         except ValueError as error:
             return error
-        if step.started and self.stale():
+        if step.started and following.stale(self):
             return ValueError(
                 "parameters were moved, cast or put into other groups between backward() and step(), but overlap=True "
                 "has sent gradients of them already; do it after step()"
@@ -449,7 +449,7 @@ class CommOptimizer(PackedOptimizer):
             for bucket in self.buckets:
                 bucket.check_shapes()
             late = step.started > 0 and assigned.follow(self)
-            if self.follow_parameters():
+            if following.follow_parameters(self):
                 step.replace(self.buckets)
         except ValueError as error:
             return error
@@ -565,7 +565,7 @@ class CommOptimizer(PackedOptimizer):
             factor=lambda bucket: -bucket.factor if group_of(bucket)["maximize"] else bucket.factor,
             has_stages=has_stages,
             channels=self._channels_of,
-            stale=self.stale,
+            stale=functools.partial(following.stale, self),
         )
 
     def starts_in_backward(self) -> bool:
@@ -684,7 +684,7 @@ class CommOptimizer(PackedOptimizer):
         terms = [as_numbers(group, self.defaults) for group in self.param_groups]
         own: dict[str, Any] = {}
         if report.error is None and len(set(self.topology.stages)) == 1:  # else ranks have other parameters
-            own = {**self.terms(), "buckets": self.layout()}
+            own = {**self.terms(), "buckets": packing.layout(self)}
             for group, words in zip(self.param_groups, terms):
                 words["parameters"] = len(group["params"])
         terms.append({**own, "compressor": self.compressor, "max_grad_norm": self.max_grad_norm})

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from commopt import ops
 from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
-from commopt.optim import calls, checks, loading
+from commopt.optim import calls, checks, following, loading, packing
 from commopt.optim.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import covers, is_sharded, local
@@ -63,87 +62,6 @@ def in_a_list(params: Any) -> Any:
     return entries
 
 
-def exchanged(optimizer: PackedOptimizer) -> bool:
-    """True if some parameters in buckets are not in the parameter groups any more: somebody has exchanged them."""
-    return not optimizer.packed() <= optimizer.group_of().keys()
-
-
-def regrouped(optimizer: PackedOptimizer) -> bool:
-    """True if somebody has put parameters into other groups, so that a bucket has some of several."""
-    now = [group["params"] for group in optimizer.param_groups]
-    if len(now) == len(optimizer._registered) and all(map(same_objects, now, optimizer._registered)):
-        return False
-    groups = optimizer.group_of()
-    if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
-        return True
-    if not exchanged(optimizer):  # whole buckets were moved, or a group has got a parameter that is in none yet
-        _unraised(optimizer)
-        optimizer._registered, optimizer._layout = [list(params) for params in now], None
-    return False
-
-
-def _unraised(optimizer: PackedOptimizer) -> None:
-    """Notes of groups to which parameters have come from other ones that the variance of these may not be raised."""
-    was = {id(p): i for i, params in enumerate(optimizer._registered) for p in params}
-    for i, group in enumerate(optimizer.param_groups):
-        if "raised" in group and any(was.get(id(p), i) != i for p in group["params"]):
-            group["raised"] = ""
-
-
-def refuse_moved(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
-    """Raises ValueError if some of ``params``, of a new group, were taken out of another one between two rounds."""
-    packed = optimizer.packed()
-    if any(id(p) in packed for p in params):
-        _refuse_between_rounds(optimizer)
-
-
-def refuse_regrouped(optimizer: PackedOptimizer) -> None:
-    """Raises ValueError if parameters were put into other groups between two rounds."""
-    if regrouped(optimizer):
-        _refuse_between_rounds(optimizer)
-
-
-def _refuse_between_rounds(optimizer: PackedOptimizer) -> None:
-    if optimizer.replicas_differ:
-        raise ValueError(
-            "a parameter was put into another group between two rounds, where replicas differ: put it back, call "
-            "synchronize() on all ranks, and then move it"
-        )
-
-
-def regroup(optimizer: PackedOptimizer) -> None:
-    """Gives parameters that were put into other groups buckets of those, with their state, and what this rank owes of
-    each."""
-    buckets = [bucket for bucket in optimizer.buckets if bucket.feedback is not None]
-    owed: dict[Tensor, Tensor] | None = None
-    if all(bucket.local_world_size == 1 for bucket in buckets):  # else a rank has a part, which is another one then
-        owed = {p: x for b in buckets for p, x in zip(b.params, b.views(b.owed(b.world_size)))}
-    state, origin, runs = optimizer._all_state(), optimizer._origin(), optimizer._runs()
-    _unraised(optimizer)
-    optimizer._rebuild(state, origin, runs, owed)
-
-
-def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """True if both have the same objects, in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def refuse_exchanged(optimizer: PackedOptimizer) -> None:
-    """Raises ValueError if somebody has exchanged parameters in the groups, or taken some away."""
-    if exchanged(optimizer):
-        known = {id(p) for params in optimizer._registered for p in params}
-        gone = len(known) - len(optimizer.params)
-        if gone > 0 and known.issuperset(map(id, optimizer.params)):
-            raise ValueError(
-                f"{gone} of {len(known)} parameters are gone from the parameter groups, which is not allowed; "
-                "freeze them (requires_grad_(False)), or make another optimizer"
-            )
-        raise ValueError(
-            "the parameters in the groups are not those that the optimizer was made with: something (such as FSDP, "
-            "or a framework that wraps it) has exchanged them; call optimizer.rebind() after that, on all ranks"
-        )
-
-
 def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
     """Forgets what was made for groups behind the first ``known``, which are gone again."""
     gone = {id(p) for params in optimizer._registered[known:] for p in params}
@@ -155,7 +73,7 @@ def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
 def rebind_if_new(optimizer: PackedOptimizer) -> None:
     """Calls ``optimizer.rebind()`` if parameters were exchanged before its first step."""
     begun = any(group[name] for group in optimizer.param_groups for name in optimizer.group_counters)
-    if not begun and exchanged(optimizer):
+    if not begun and following.exchanged(optimizer):
         optimizer.rebind()
 
 
@@ -187,9 +105,9 @@ def rebind(optimizer: PackedOptimizer) -> None:
         )
     differ = optimizer.replicas_differ
     new = {p: q for old, here in zip(before, now) for p, q in zip(old, here)}
-    state, origin = optimizer._all_state(), optimizer._origin()
+    state, origin = optimizer.all_state(), packing.origin_here(optimizer)
     moved = {new.get(key, key): entry for key, entry in state.items()}
-    runs = [[new[p] for p in bucket.params if p in new] for bucket in optimizer.buckets]
+    runs = [[new[p] for p in run if p in new] for run in packing.runs_of(optimizer)]
     optimizer._kept_packed = {id(p) for run in runs for p in run}
     if any(is_sharded(q) for q in new.values()) and not optimizer.topology.is_sharded:
         # residuals of whole parameters, which other ranks had the other parts of, mean nothing here
@@ -200,13 +118,13 @@ def rebind(optimizer: PackedOptimizer) -> None:
         optimizer.topology = Topology(resolve_backend(params=optimizer.param_groups), optimizer.knows_nodes)
         optimizer._restart()
         runs = []
-    if not optimizer._has_stepped():
+    if not optimizer.has_stepped():
         runs = []  # they may be of another device
     optimizer._kept_runs = runs
     optimizer.state, optimizer.buckets = defaultdict(dict), []
     optimizer._register(optimizer.param_groups, error or _error_in_groups(optimizer), differ)
     optimizer._kept_packed = ()
-    loading.take_over(optimizer, moved, optimizer.origin_with_runs(origin, runs))
+    loading.take_over(optimizer, moved, packing.origin_with_runs(optimizer, origin, runs))
     optimizer.rebound(new)
 
 
@@ -287,11 +205,10 @@ def register_groups(
             )
     for group in groups:
         optimizer.make_buckets(group)
-    split = regrouped(optimizer)  # some were taken out of other groups
-    _unraised(optimizer)
-    optimizer._registered, optimizer._layout = [list(group["params"]) for group in optimizer.param_groups], None
+    split = following.regrouped(optimizer)  # some were taken out of other groups
+    following.register(optimizer)
     if split:
-        regroup(optimizer)
+        following.regroup(optimizer)
 
 
 def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[Any]) -> None:

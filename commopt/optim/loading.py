@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.optim import floor, saving
+from commopt.optim import floor, packing, saving
 from commopt.optim.diagnostics import by_a_door
 from commopt.optim.own import Origin, belongs, cloned, describe, why_left_out
 from commopt.optim.own_tensor import OwnTensor
@@ -61,7 +61,7 @@ def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None)
                 _report_not_in_place(optimizer)
                 return shared, None
             placed[p][name.removeprefix(OWN)] = value if name in RANK_LOCAL else value.view(place.piece)
-    return placed, optimizer._origin()
+    return placed, packing.origin_here(optimizer)
 
 
 def _report_not_in_place(optimizer: PackedOptimizer) -> None:
@@ -94,7 +94,7 @@ def fill(
             group["raised"] = floor.raised_by(group, optimizer.compressor)
     entries = optimizer.prepare(entries, origin)
     saving.fill(optimizer.buckets, entries, optimizer.scalars)
-    here = optimizer._origin()
+    here = packing.origin_here(optimizer)
     expected, fold = optimizer.residual_expected, optimizer.fold_residual_into
     if owed is not None:
         for p, mine in optimizer.residuals.items():
@@ -163,7 +163,7 @@ def forget_users(optimizer: PackedOptimizer, given: dict[str, Any]) -> dict[Any,
     torch, a tensor goes where its parameter is; but it keeps its dtype."""
     names = our_names(optimizer)
     optimizer.state = defaultdict(dict)
-    optimizer._refresh_state()
+    packing.refresh_state(optimizer)
     users = cloned(saving.added_by_users(saving.by_parameter(given, given["state"], optimizer.params), names))
     for p in (p for p in users if isinstance(p, Tensor)):
         users[p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in users[p].items()}

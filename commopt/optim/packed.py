@@ -8,32 +8,39 @@ tools that save and restore optimizers look at fresh ones. Loading copies into t
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
-import zlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from commopt import hsdp
-from commopt.bucket import bucket_bytes, partition
+from commopt.bucket import bucket_bytes
 from commopt.comm import (
     CountingBackend,
-    LocalBackend,
     Replicas,
     Topology,
     message_device,
-    resolve_backend,
     sends_from,
 )
 from commopt.comm.torch import is_of_processes
 from commopt.compress import Compressor
-from commopt.optim import assigned, binding, checks, consolidate, foreign, loading, replicas, saving, wrapped
+from commopt.optim import (
+    assigned,
+    binding,
+    checks,
+    consolidate,
+    following,
+    foreign,
+    loading,
+    packing,
+    pickling,
+    replicas,
+    saving,
+    wrapped,
+)
 from commopt.optim.agreement import Holders
 from commopt.optim.diagnostics import Diagnostics
 from commopt.optim.guard import Guard
@@ -312,42 +319,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def make_buckets(self, group: dict[str, Any]) -> None:
         """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
-        runs, self._kept_runs = self._kept_runs, ()
-        self._pack_runs(runs)
-        packed = self.packed()
-        new = [p for p in group["params"] if (p.requires_grad or id(p) in self._kept_packed) and id(p) not in packed]
-        if new:
-            capacity, known = self.capacity_of(new), len(self.buckets)
-            waiting = {p: dict(self.state[p]) for p in new if self.state.get(p)}
-            if waiting:  # as a state was loaded while they were frozen
-                frozen = {i: (p, waiting[p]) for i, p in enumerate(self.params) if p in waiting}
-                saving.check_waiting(frozen, self.buckets)
-            self._pack(new, capacity, capacity)
-            if waiting:
-                saving.take_up(self.buckets[known:], waiting)
-            self._refresh_own_tensors()
-
-    def _pack(self, params: Sequence[Tensor], most: int, capacity: int) -> None:
-        """Makes buckets of at most ``most`` bytes of ``params``, of one group; those of more than ``capacity`` are sent
-        in chunks."""
-        topology = self.topology
-        held = {id(p): topology.held(p) for p in params}
-        runs = partition(params, most, lambda p: held[id(p)])
-        for run in sorted(runs, key=lambda run: held[id(run[0])][1].inside is not None):  # these cannot start early
-            replicas, holding = held[id(run[0])]
-            share = topology.world_size / holding.copies
-            inside, adds_up = holding.inside, self.reduction == "sum"
-            bucket = StateBucket(
-                run, replicas.world_size, replicas, share, holding.pieces, inside, adds_up, holding.alike
-            )
-            bucket.add_numbers(dict.fromkeys(self.step_counters, 0.0), torch.float32)
-            bucket.add_numbers(self.scalars, torch.float64)
-            self.init_messages(bucket, capacity)
-            self.init_bucket(bucket)
-            self.buckets.append(bucket)
-            for p, entry in zip(bucket.params, bucket.state()):
-                self.state[p].update(entry)
-        self._seen, self._layout = (), None
+        packing.pack_new(self, group)
 
     @property
     def own_in_state(self) -> bool:
@@ -368,19 +340,6 @@ class PackedOptimizer(torch.optim.Optimizer):
                 out[i][OWN + name] = bucket.own(i, tensor, name in now)
         return out
 
-    def _refresh_state(self) -> None:
-        """Makes ``state`` views of the buffers."""
-        for bucket in self.buckets:
-            for p, entry in zip(bucket.params, bucket.state()):
-                self.state[p].update(entry)
-        self._refresh_own_tensors()
-
-    def _refresh_own_tensors(self) -> None:
-        if self.own_in_state:
-            for bucket, group in self.grouped_buckets():
-                for p, own in zip(bucket.params, self.own_tensors(bucket, group)):
-                    self.state[p].update(own)
-
     def chunk_multiple(self) -> int | None:
         """Of how many elements chunks are multiples, but the last; None: nothing can be sent in chunks."""
         return self.compressor.chunk_multiple
@@ -389,42 +348,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Sets in which chunks a new bucket is sent, and makes the residuals of that."""
         bucket.chunks = bucket.split(capacity, self.chunk_multiple())
         bucket.add_residuals(self.overlap)
-
-    def stale(self) -> bool:
-        """True if parameters were moved, cast or put into other groups, so that buckets are to be made anew."""
-        return self._have_moved() or binding.regrouped(self)
-
-    def _have_moved(self) -> bool:
-        return True in [bucket.stale() for bucket in self.buckets]
-
-    def _regroup(self) -> None:
-        """Follows parameters that were put into other groups, unless a step is to refuse that, or has begun."""
-        may = self._in_flight is None and not self.replicas_differ and self.why_not_synchronize() is None
-        if may and binding.regrouped(self):
-            binding.regroup(self)
-            self.watch_buckets()
-
-    def follow_parameters(self) -> bool:
-        """Moves state after parameters that were moved or cast (``model.to(...)`` after construction) or put into other
-        groups, takes over what was assigned to it, and packs parameters that have become trainable. Returns whether all
-        buckets were made anew.
-
-        Raises:
-            ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
-        """
-        moved, regrouped = self._have_moved(), binding.regrouped(self)
-        if regrouped or moved:
-            assigned.check(self)
-        if regrouped:  # which makes all buckets anew, also of what was moved or cast
-            binding.regroup(self)
-        elif moved:
-            runs = self._runs() if self._has_stepped() else ()  # before, buckets may be those of the new device
-            self._rebuild(self._all_state(), self._origin(), runs)
-        else:
-            assigned.follow(self)
-        for group in self.param_groups:
-            self.make_buckets(group)
-        return moved or regrouped
 
     # replicas ---------------------------------------------------------------------------------------------------------
 
@@ -506,7 +429,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             assigned.follow(self)
         except ValueError as caught:
             error = error or caught
-        replicas.agree(self.topology, self.agrees_over, error, what, buckets=self.layout_of_all())
+        replicas.agree(self.topology, self.agrees_over, error, what, buckets=following.layout_of_all(self))
 
     @property
     def takes_local_steps(self) -> bool:
@@ -570,14 +493,14 @@ class PackedOptimizer(torch.optim.Optimizer):
             ValueError: if somebody has exchanged the parameters in the groups, before :meth:`rebind`; or has deleted
                 some of the state, or assigned what does not fit there.
         """
-        binding.refuse_exchanged(self)
+        following.refuse_exchanged(self)
         assigned.follow(self)
         if self._own_values is None:
-            self._regroup()
+            following.regroup_between_steps(self)
             self.adopt_values()
             if is_of_processes(self.topology.backend):  # of processes: elsewhere all are within reach
                 replicas.tell_of_copies(self)
-        self._refresh_own_tensors()
+        packing.refresh_own_tensors(self)
         out = super().state_dict()
         out["state"] = cloned(out["state"])  # a view would be saved with the whole flat buffer behind it
         out["param_groups"] = cloned(out["param_groups"])  # a learning rate may be a tensor
@@ -647,9 +570,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
         own = saving.own_states(declared, self.params, self.own_value)
         packed: dict[str, Any] = {}
-        if binding.same_objects(self._known(), self.params):  # else the numbers are others than those of state
+        if following.same_objects(
+            packing.registered(self), self.params
+        ):  # else the numbers are others than those of state
             packed = {"buckets": saving.numbers_in(self.buckets, self.params), "bucket_mb": self.bucket_mb}
-        return {**saving.whose(self._origin(), self.topology), **packed, "state": own}
+        return {**saving.whose(packing.origin_here(self), self.topology), **packed, "state": own}
 
     @binding.on_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -676,7 +601,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if not isinstance(state_dict, dict):
             foreign.check_form(state_dict)
         given: dict[str, Any] = {}
-        fresh = [] if self._has_stepped() else self.param_groups  # else what is in them is not as a user has set it
+        fresh = [] if self.has_stepped() else self.param_groups  # else what is in them is not as a user has set it
 
         def take_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own hooks. torch would cast state to the dtype of the parameters, so it gets none.
@@ -691,7 +616,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                 for key in self.defaults.keys() & mine.keys():
                     if not key.startswith("local_"):  # what a local step had, which is the group's
                         group.setdefault(key, mine[key])  # what the state of another optimizer lacks
-            self._pack_as_saved(given)
+            packing.pack_as_saved(self, given)
             self._load(given)
 
         before = self.register_load_state_dict_pre_hook(take_state)
@@ -734,90 +659,14 @@ class PackedOptimizer(torch.optim.Optimizer):
         """True if an own part of ``origin`` is this rank's to take."""
         return belongs(origin, self.topology.rank, self.topology.world_size)
 
-    def _origin(self, buckets: Sequence[StateBucket] | None = None) -> Origin:
-        return saving.origin_here(self.buckets if buckets is None else buckets, self._known(), self.topology)
-
-    def _known(self) -> list[Tensor]:
-        """The parameters that are registered, by number."""
-        return [p for registered in self._registered for p in registered]
-
-    def layout(self) -> int:
-        """A checksum of which parameters are in which bucket: the same on all ranks that hold the same part of a
-        model."""
-        if self._layout is None:
-            self._layout = zlib.crc32(str(saving.numbers_in(self.buckets, self._known())).encode())
-        return self._layout
-
-    def layout_of_all(self) -> int:
-        """:meth:`layout`, of the groups as they are now, where all ranks have the same; else 0: some hold other parts
-        of the model."""
-        self._regroup()
-        return self.layout() if len({*self.topology.stages}) == 1 else 0
-
-    def _all_state(self) -> dict[Any, Any]:
+    def all_state(self) -> dict[Any, Any]:
         """``state`` with the residuals in it; what users have put there besides is as it is."""
         residuals, entries = self.residuals, self.state.items()
         return {k: {**entry, **residuals.get(k, {})} if isinstance(entry, dict) else entry for k, entry in entries}
 
-    def _runs(self) -> list[list[Tensor]]:
-        """The parameters of each bucket, in order."""
-        return [bucket.params for bucket in self.buckets]
-
-    def _has_stepped(self) -> bool:
+    def has_stepped(self) -> bool:
         """True if some group has counted a step or a round."""
         return any(group.get(name) for group in self.param_groups for name in ("step", "round_step", "rounds"))
-
-    def _rebuild(
-        self,
-        state: Mapping[Any, Any],
-        origin: Origin | None,
-        runs: Sequence[Sequence[Tensor]] = (),
-        owed: Mapping[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Makes all buckets anew, with ``state``, by parameter and of ``origin``: one of each of ``runs``, whatever is
-        trainable now, so that residuals fit, and then of what else is. ``owed``: worker's residuals in place of those
-        in ``state``, where buckets are others."""
-        self._pack_anew(runs)
-        for group in self.param_groups:
-            self.make_buckets(group)
-        loading.take_over(self, state, self.origin_with_runs(origin, runs), owed)
-
-    def _pack_anew(self, runs: Sequence[Sequence[Tensor]]) -> None:
-        """Makes all buckets anew, without state: one of each of ``runs``, and no others."""
-        self.state = defaultdict(dict)
-        self.buckets = []
-        self._pack_runs(runs)
-        self._refresh_own_tensors()
-        self._registered = [list(group["params"]) for group in self.param_groups]
-
-    def _pack_as_saved(self, given: Mapping[str, Any]) -> None:
-        """Makes the buckets, which lose their state, as they were where the state ``given`` was saved, if they are
-        others, though of one ``bucket_mb``: parameters were frozen, unfrozen or put into other groups since that run
-        began, and residuals fit its buckets alone. What is trainable beside is packed by the next step, as it would be
-        in that run. All ranks load one state, and find the same."""
-        params, part = self.params, given.get("residuals") or {}
-        if self.own_in_state or part.get("bucket_mb", -1) != self.bucket_mb:
-            return
-        numbers = saving.buckets_of(part, len(params), self.topology)
-        if numbers and numbers != saving.numbers_in(self.buckets, self._known()):
-            self._pack_anew([[params[i] for i in run] for run in numbers])
-            self.watch_buckets()
-
-    def _pack_runs(self, runs: Sequence[Sequence[Tensor]]) -> None:
-        """Makes a bucket of each of ``runs``; where parameters of one are in several groups now, of those of each."""
-        kept = {id(p) for run in runs for p in run}
-        of_groups = [[p for p in group["params"] if id(p) in kept] for group in self.param_groups]
-        capacities = [self.capacity_of(params) for params in of_groups] if runs else []
-        numbers = {id(p): i for i, params in enumerate(of_groups) for p in params}
-        for run in runs:
-            for i in dict.fromkeys(numbers[id(p)] for p in run if id(p) in numbers):
-                params = [p for p in reversed(run) if numbers.get(id(p)) == i]
-                self._pack(params, sys.maxsize, capacities[i])
-
-    def origin_with_runs(self, origin: Origin | None, runs: Sequence[Sequence[Tensor]]) -> Origin | None:
-        """``origin`` of a state from before buckets were made anew of ``runs``, and others behind them, of what has
-        become trainable since; which changes nothing of what is that rank's own."""
-        return self._origin() if runs and origin == self._origin(self.buckets[: len(runs)]) else origin
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
@@ -827,44 +676,19 @@ class PackedOptimizer(torch.optim.Optimizer):
     )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this process: the process group cannot be pickled, buckets are made anew, of the same
-        parameters. Who shall be alone stays alone.
-
-        Raises:
-            ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
-            RuntimeError: within :meth:`averaged`.
-        """
-        self.refuse_inside_averaged("a copy or a pickle of the optimizer")
-        assigned.check(self)
-        self._regroup()
-        own = {"state": cloned(self._all_state()), "origin": self._origin(), "runs": self._runs()}
-        alone = type(self.topology.backend) is LocalBackend
-        return {**{k: getattr(self, k) for k in self._SETTINGS}, **own, "alone": alone}
-
-    def _unpickle(self, state: dict[str, Any]) -> None:
-        tensors, origin, runs = state.pop("state"), state.pop("origin"), state.pop("runs", ())
-        alone = LocalBackend() if state.pop("alone", False) else None
-        backend = resolve_backend(backend=state.pop("backend", alone), params=state["param_groups"])
-        self.topology = Topology(backend, self.knows_nodes)
-        loading.tell_of_other_ranks(self, origin)
-        ours = set(state["defaults"])
-        super().__setstate__(state)
-        for key in self.defaults.keys() - ours:  # torch adds "differentiable", which would get into the groups
-            del self.defaults[key]
-        self._restart()
-        self._ready = True
-        for p in self.params:
-            self.topology.check(p)
-        self._rebuild(tensors, origin, runs)
-        self.topology.agree_on_extent()
-        wrapped.attach_in_backward(self)
+        return pickling.state_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over what unpickling or copying brings, or the groups that ``load_state_dict()`` does."""
-        if "origin" in state:
-            self._unpickle(dict(state))
+        if pickling.is_whole(state):
+            self._unpickle(state)
         else:
             self.__dict__["param_groups"] = state["param_groups"]
+
+    def _unpickle(self, state: dict[str, Any]) -> None:
+        pickling.restore(self, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedOptimizer:
+        return pickling.copy_of(self, memo)
 
     def _restart(self) -> None:
         """Sets what is neither state nor setting."""
@@ -872,12 +696,6 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._looked = False
         self._diagnostics = Diagnostics(type(self).__name__, self.topology.rank, self.topology.numbers)
         self._check_next = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedOptimizer:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__setstate__({**deepcopy(self.__getstate__(), memo), "backend": self.topology.backend})
-        return new
 
 
 def _dense(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from commopt.comm import (
     message_device,
     numbers_in_world,
 )
-from commopt.optim import binding, calls
+from commopt.optim import binding, calls, following
 from commopt.optim.calls import OTHER_BUCKETS, OutOfStep, StepRefused
 from commopt.optim.diagnostics import by_a_door, worth_a_line
 from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
@@ -132,7 +132,14 @@ def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, buffers: How
     except ValueError as caught:
         error = caught
     if model is not None and optimizer.topology.world_size > 1:
-        agree(optimizer.topology, optimizer.agrees_over, error, call, "\n".join(layout), optimizer.layout_of_all())
+        agree(
+            optimizer.topology,
+            optimizer.agrees_over,
+            error,
+            call,
+            "\n".join(layout),
+            following.layout_of_all(optimizer),
+        )
     if error is not None:
         raise error
     tell_of_copies(optimizer, model)
@@ -160,7 +167,7 @@ def _averaged_parameters(optimizer: PackedOptimizer) -> Iterator[None]:
         yield
         return
     binding.rebind_if_new(optimizer)
-    binding.refuse_exchanged(optimizer)
+    following.refuse_exchanged(optimizer)
     optimizer.adopt_values()  # inside it could not tell the mean from what somebody has put there
     own: dict[Tensor, Tensor] = {}
     modules: Sequence[Any] = ()

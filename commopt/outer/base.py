@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, comparing, loading, wrapped
+from commopt.optim import binding, checks, comparing, following, loading, pickling, wrapped
 from commopt.optim.closure import loss_of
 from commopt.optim.foreign import OUTER
 from commopt.optim.guard import Guard, check_guard
@@ -272,14 +272,14 @@ class OuterOptimizer(PackedOptimizer):
             self._check_new(self.param_groups[-1])
             return
         self.refuse_here("add_param_group()")
-        if not binding.exchanged(self):  # else some are to be in the new group, which may be refused
+        if not following.exchanged(self):  # else some are to be in the new group, which may be refused
             streams.heed_digests(self)
 
         def add() -> None:
             first = self.param_groups[0]
             self.base.add_param_group(param_group)
             new = self.param_groups[-1]
-            binding.refuse_moved(self, new["params"])
+            following.refuse_moved(self, new["params"])
             given.extend(new["params"])
             binding.take_mesh(self, new)
             for key, default in self.defaults.items():
@@ -435,11 +435,11 @@ class OuterOptimizer(PackedOptimizer):
     def follow(self) -> None:
         """Follows what was done to parameters, and to the base behind our back."""
         self.follow_base()
-        binding.refuse_exchanged(self)
-        binding.refuse_regrouped(self)
+        following.refuse_exchanged(self)
+        following.refuse_regrouped(self)
         for bucket in self.buckets:
             bucket.check_shapes()
-        self.follow_parameters()
+        following.follow_parameters(self)
         self._where = follow_casts(parts_of(self.base), self.params, self._where)
 
     def follow_base(self) -> None:
@@ -599,8 +599,8 @@ class OuterOptimizer(PackedOptimizer):
                 own["state"].setdefault(i, {})[stream_state.SENT] = sent[p].clone()
         return {**own, "base": cloned(base)}
 
-    def _all_state(self) -> dict[Any, Any]:
-        out = super()._all_state()
+    def all_state(self) -> dict[Any, Any]:
+        out = super().all_state()
         for p, flat in stream_state.what_is_sent(self).items():
             out[p] = {**out[p], stream_state.SENT: flat}
         return out
@@ -663,8 +663,8 @@ class OuterOptimizer(PackedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what unpickling or copying brings; of what is loaded, the groups are the base's."""
-        if "origin" in state:
-            self._unpickle(dict(state))
+        if pickling.is_whole(state):
+            self._unpickle(state)
 
     def moments_of(self, p: Tensor) -> Iterable[str]:
         """The names of the base's state of ``p``."""

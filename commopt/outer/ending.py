@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import gather_rows, message_device, wait
-from commopt.optim import comparing, wrapped
+from commopt.optim import comparing, packing, wrapped
 from commopt.optim.agreement import is_usable
 from commopt.optim.diagnostics import names_of
 from commopt.optim.guard import REMEDY, NotFinite, tell_not_finite
@@ -165,7 +165,7 @@ def report(
     skipped = max(optimizer._skipped_in_a_row.values(), default=0)
     still = zlib.crc32(str(frozen_of(optimizer) if frozen is None else frozen).encode()) % 2**20
     if optimizer.members is None:
-        packed = optimizer.layout()
+        packed = packing.layout(optimizer)
     else:  # whose buckets are made anew, alike, where they are others than before
         ids = optimizer.packed()
         packed = zlib.crc32(str([i for i, p in enumerate(optimizer.params) if id(p) in ids]).encode())

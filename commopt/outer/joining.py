@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commopt.comm import Backend, CollectiveError, gather_rows, wait
 from commopt.comm.store import StoreLost
-from commopt.optim import binding
+from commopt.optim import binding, following
 from commopt.optim.own import digest_of
 from commopt.outer.members import Members
 from commopt.outer.view import CutOff, LeftOut
@@ -189,7 +189,7 @@ def pack_anew(optimizer: OuterOptimizer, packed: Collection[int], runs: Sequence
         for p in others:
             p.requires_grad_(not p.requires_grad)
         optimizer.buckets = []
-        optimizer._rebuild(optimizer.state, None, runs)
+        following.rebuild(optimizer, optimizer.state, None, runs)
     finally:
         for p in others:
             p.requires_grad_(not p.requires_grad)

@@ -26,7 +26,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
 from commopt.comm.store import StoreLost
-from commopt.optim import guard
+from commopt.optim import guard, packing
 from commopt.optim.calls import StepRefused
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.replicas import average_exactly, reaching_others
@@ -268,7 +268,7 @@ def move(optimizer: OuterOptimizer, backend: Backend, same_ranks: bool) -> None:
     topology.traffic.go_on_from(optimizer.topology.traffic)
     optimizer.topology, optimizer.flights = topology, Flights(topology)
     optimizer._diagnostics.rank, optimizer._diagnostics.numbers = topology.rank, topology.numbers
-    joining.pack_anew(optimizer, optimizer.packed(), optimizer._runs() if same_ranks else ())
+    joining.pack_anew(optimizer, optimizer.packed(), packing.runs_of(optimizer) if same_ranks else ())
     for bucket in optimizer.buckets:
         if bucket.feedback is None:
             continue

@@ -1,0 +1,171 @@
+"""What was done to the parameters of an optimizer since it was made, and what becomes of their buckets: they were moved
+or cast, unfrozen, put into other groups, or exchanged. Functions of an optimizer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from commopt.optim import assigned, loading, packing
+from commopt.optim.own import Origin
+
+if TYPE_CHECKING:
+    from commopt.optim.packed import PackedOptimizer
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """True if both have the same objects, in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+# moved, cast, unfrozen ------------------------------------------------------------------------------------------------
+
+
+def stale(optimizer: PackedOptimizer) -> bool:
+    """True if parameters were moved, cast or put into other groups, so that buckets are to be made anew."""
+    return _have_moved(optimizer) or regrouped(optimizer)
+
+
+def _have_moved(optimizer: PackedOptimizer) -> bool:
+    return True in [bucket.stale() for bucket in optimizer.buckets]
+
+
+def follow_parameters(optimizer: PackedOptimizer) -> bool:
+    """Moves state after parameters that were moved or cast (``model.to(...)`` after construction) or put into other
+    groups, takes over what was assigned to it, and packs parameters that have become trainable. Returns whether all
+    buckets were made anew.
+
+    Raises:
+        ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
+    """
+    moved, others = _have_moved(optimizer), regrouped(optimizer)
+    if others or moved:
+        assigned.check(optimizer)
+    if others:  # which makes all buckets anew, also of what was moved or cast
+        regroup(optimizer)
+    elif moved:
+        runs = packing.runs_of(optimizer) if optimizer.has_stepped() else ()  # else they may be of another device
+        rebuild(optimizer, optimizer.all_state(), packing.origin_here(optimizer), runs)
+    else:
+        assigned.follow(optimizer)
+    for group in optimizer.param_groups:
+        optimizer.make_buckets(group)
+    return moved or others
+
+
+def rebuild(
+    optimizer: PackedOptimizer,
+    state: Mapping[Any, Any],
+    origin: Origin | None,
+    runs: packing.Runs = (),
+    owed: Mapping[Tensor, Tensor] | None = None,
+) -> None:
+    """Makes all buckets anew, with ``state``, by parameter and of ``origin``: one of each of ``runs``, whatever is
+    trainable now, so that residuals fit, and then of what else is. ``owed``: worker's residuals in place of those in
+    ``state``, where buckets are others."""
+    packing.pack_anew(optimizer, runs)
+    for group in optimizer.param_groups:
+        optimizer.make_buckets(group)
+    loading.take_over(optimizer, state, packing.origin_with_runs(optimizer, origin, runs), owed)
+
+
+# put into other groups ------------------------------------------------------------------------------------------------
+
+
+def regrouped(optimizer: PackedOptimizer) -> bool:
+    """True if somebody has put parameters into other groups, so that a bucket has some of several."""
+    now = [group["params"] for group in optimizer.param_groups]
+    if len(now) == len(optimizer._registered) and all(map(same_objects, now, optimizer._registered)):
+        return False
+    groups = optimizer.group_of()
+    if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
+        return True
+    if not exchanged(optimizer):  # whole buckets were moved, or a group has got a parameter that is in none yet
+        register(optimizer)
+    return False
+
+
+def register(optimizer: PackedOptimizer) -> None:
+    """Takes the parameters that are in the groups now for those that are known, and notes of groups to which some have
+    come from other ones that the variance of these may not be raised."""
+    was = {id(p): i for i, params in enumerate(optimizer._registered) for p in params}
+    for i, group in enumerate(optimizer.param_groups):
+        if "raised" in group and any(was.get(id(p), i) != i for p in group["params"]):
+            group["raised"] = ""
+    optimizer._registered, optimizer._layout = [list(group["params"]) for group in optimizer.param_groups], None
+
+
+def regroup(optimizer: PackedOptimizer) -> None:
+    """Gives parameters that were put into other groups buckets of those, with their state, and what this rank owes of
+    each."""
+    buckets = [bucket for bucket in optimizer.buckets if bucket.feedback is not None]
+    owed: dict[Tensor, Tensor] | None = None
+    if all(bucket.local_world_size == 1 for bucket in buckets):  # else a rank has a part, which is another one then
+        owed = {p: x for b in buckets for p, x in zip(b.params, b.views(b.owed(b.world_size)))}
+    state, origin, runs = optimizer.all_state(), packing.origin_here(optimizer), packing.runs_of(optimizer)
+    register(optimizer)
+    rebuild(optimizer, state, origin, runs, owed)
+
+
+def regroup_between_steps(optimizer: PackedOptimizer) -> None:
+    """As :func:`regroup`, where parameters were put into other groups; unless a step is to refuse that, or has
+    begun."""
+    may = optimizer._in_flight is None and not optimizer.replicas_differ and optimizer.why_not_synchronize() is None
+    if may and regrouped(optimizer):
+        regroup(optimizer)
+        optimizer.watch_buckets()
+
+
+def layout_of_all(optimizer: PackedOptimizer) -> int:
+    """The layout of the buckets, of the groups as they are now, where all ranks have the same; else 0: some hold other
+    parts of the model."""
+    regroup_between_steps(optimizer)
+    return packing.layout(optimizer) if len({*optimizer.topology.stages}) == 1 else 0
+
+
+def refuse_moved(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
+    """Raises ValueError if some of ``params``, of a new group, were taken out of another one between two rounds."""
+    packed = optimizer.packed()
+    if any(id(p) in packed for p in params):
+        _refuse_between_rounds(optimizer)
+
+
+def refuse_regrouped(optimizer: PackedOptimizer) -> None:
+    """Raises ValueError if parameters were put into other groups between two rounds."""
+    if regrouped(optimizer):
+        _refuse_between_rounds(optimizer)
+
+
+def _refuse_between_rounds(optimizer: PackedOptimizer) -> None:
+    if optimizer.replicas_differ:
+        raise ValueError(
+            "a parameter was put into another group between two rounds, where replicas differ: put it back, call "
+            "synchronize() on all ranks, and then move it"
+        )
+
+
+# exchanged ------------------------------------------------------------------------------------------------------------
+
+
+def exchanged(optimizer: PackedOptimizer) -> bool:
+    """True if some parameters in buckets are not in the parameter groups any more: somebody has exchanged them."""
+    return not optimizer.packed() <= optimizer.group_of().keys()
+
+
+def refuse_exchanged(optimizer: PackedOptimizer) -> None:
+    """Raises ValueError if somebody has exchanged parameters in the groups, or taken some away."""
+    if exchanged(optimizer):
+        known = {id(p) for p in packing.registered(optimizer)}
+        gone = len(known) - len(optimizer.params)
+        if gone > 0 and known.issuperset(map(id, optimizer.params)):
+            raise ValueError(
+                f"{gone} of {len(known)} parameters are gone from the parameter groups, which is not allowed; "
+                "freeze them (requires_grad_(False)), or make another optimizer"
+            )
+        raise ValueError(
+            "the parameters in the groups are not those that the optimizer was made with: something (such as FSDP, "
+            "or a framework that wraps it) has exchanged them; call optimizer.rebind() after that, on all ranks"
+        )
