@@ -23,8 +23,6 @@ all of them.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +33,6 @@ from torch import Tensor
 
 from commopt.comm import (
     Backend,
-    Channel,
     CollectiveError,
     CountingBackend,
     LocalBackend,
@@ -46,16 +43,24 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import assigned, binding, calls, checks, comparing, floor, following, packing, replicas, wrapped
-from commopt.optim.agreement import StepDecision, StepReport, StepSkipped, is_usable
+from commopt.optim import (
+    binding,
+    checks,
+    comparing,
+    floor,
+    following,
+    starting,
+    step_report,
+    wrapped,
+)
+from commopt.optim.agreement import StepDecision, StepReport, StepSkipped
 from commopt.optim.calls import OutOfStep
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import names_of
-from commopt.optim.digest import digest_of_all
 from commopt.optim.foreign import WHOSE, check_moments
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
-from commopt.optim.host import as_numbers, numbers_of
-from commopt.optim.in_flight import Starter, StepContext, StepInFlight
+from commopt.optim.host import as_numbers
+from commopt.optim.in_flight import StepContext, StepInFlight
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.overlap import Overlap
 from commopt.optim.own import Origin
@@ -230,6 +235,12 @@ class CommOptimizer(PackedOptimizer):
         """What all ranks must have alike in a step that they take together, by name, besides groups and settings."""
         return {}
 
+    def check_step(self) -> None:
+        """Raises ValueError if a setting forbids the next step: it may have been changed."""
+
+    def before_agreement(self, report: StepReport) -> None:
+        """Hook for what this rank takes over before the ranks agree on a step; ``report``: what it brings."""
+
     def heard(self, decision: StepDecision) -> None:
         """Hook for what the ranks have agreed on, of a step that they have taken together; before ``after_step()``."""
 
@@ -286,13 +297,13 @@ class CommOptimizer(PackedOptimizer):
         settings.append({"optimizer": type(self).__name__, **self.settings()})
         binding.register_groups(self, groups, settings, error, differ)
         if self.overlap:
-            self._open_channels()
-            if self.topology.world_size > 1 and self._all_on_one_channel():
+            starting.open_channels(self)
+            if self.topology.world_size > 1 and starting.all_on_one_channel(self):
                 raise ValueError(
                     f"{type(self).__name__}(overlap=True) needs a backend that has several channels, or one for small "
                     "messages; this one has neither: create the optimizer with overlap=False"
                 )
-        self._watch()
+        starting.watch(self)
         self.topology.traffic.end_step()
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -360,7 +371,7 @@ class CommOptimizer(PackedOptimizer):
             self._in_flight = None
             self.topology.receipt.clear()
             del step
-            self._watch()
+            starting.watch(self)
             if self._attachment is not None:
                 self._attachment.clear()
             wrapped.count_others(self)
@@ -373,16 +384,21 @@ class CommOptimizer(PackedOptimizer):
         if overlapped:
             self._diagnostics.overlap_lost(step.blocking(), self.param_groups, step.started, len(step.buckets))
         if not local:
-            self._open_channels()
-        refused = refused or self._follow(step)
+            starting.open_channels(self)
+        refused = refused or step_report.follow(self, step)
         step.params = [p for bucket in self.buckets for p in bucket.params]
         if self.topology.is_sharded:
             self.settle()
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         if refused is None:
             self._notice_scaler()
-        report = self._report(step.params, unscale, refused or self._refusal(overlapped, unscale))
-        report = self._local(report, step) if local else self._guarded(report, step.number)
+        refused = refused or step_report.refusal(self, overlapped, unscale)
+        report = step_report.report_of(self, step.params, unscale, refused)
+        if local:
+            report = step_report.of_local_step(self, report, step)
+        else:
+            self.before_agreement(report)
+            report = step_report.with_comparison(self, report, step.number)
         over, holders = (_ALONE, None) if local else (self.agrees_over, self.holders())
         decision = step.run(
             report, over, overlapped, self.buckets, lambda decision: self._clip(decision) * unscale, holders
@@ -406,8 +422,8 @@ class CommOptimizer(PackedOptimizer):
             return self.steps_locally(), self.starts_in_backward(), phases, None
         except Exception as error:
             if self._made_to_overlap:  # others may have begun in backward what this rank cannot begin
-                raise self.blame(error) from None
-            return False, False, [], self.blame(error)
+                raise step_report.blame(self, error) from None
+            return False, False, [], step_report.blame(self, error)
 
     def _notice_scaler(self) -> None:
         """Notes that scales may differ after this step: only where DDP averages do all ranks overflow together."""
@@ -432,90 +448,6 @@ class CommOptimizer(PackedOptimizer):
             comparing.copy_replicas(self, self._right)
             self._right, self._check_next = {}, True
 
-    def _follow(self, step: StepInFlight) -> Exception | None:
-        """Follows parameters that were moved, cast or unfrozen, and assigned state; what forbids this step if something
-        else was done to them. The other ranks hear of it when they agree."""
-        try:
-            following.refuse_exchanged(self)
-            following.refuse_regrouped(self)
-        except ValueError as error:
-            return error
-        if step.started and following.stale(self):
-            return ValueError(
-                "parameters were moved, cast or put into other groups between backward() and step(), but overlap=True "
-                "has sent gradients of them already; do it after step()"
-            )
-        try:
-            for bucket in self.buckets:
-                bucket.check_shapes()
-            late = step.started > 0 and assigned.follow(self)
-            if following.follow_parameters(self):
-                step.replace(self.buckets)
-        except ValueError as error:
-            return error
-        if late:
-            return ValueError(
-                "state was assigned to since the last step(), but overlap=True has sent in backward() what is made of "
-                "what was there. It counts from the next backward on; change state in place, "
-                "optimizer.state[p][name].copy_(...), before backward()"
-            )
-        return None
-
-    def _refusal(self, overlapped: bool, unscale: float) -> Exception | None:
-        """Error that forbids this step on this rank because buckets have started in backward, or would have."""
-        if overlapped and unscale != 1:
-            return ValueError(
-                "overlap=True sends gradients before a GradScaler has unscaled them; train in bfloat16 without a "
-                "scaler, or create the optimizer with overlap=False"
-            )
-        try:
-            if self._watching is not None:
-                self._watching.check(self.param_groups)
-        except ValueError as error:
-            return error
-        return None
-
-    def _report(self, params: list[Tensor], unscale: float, refused: Exception | None) -> StepReport:
-        """This rank's report on a step of ``params``."""
-        present = [p.grad is not None for p in params]
-        if refused is not None:
-            return StepReport(0.0, present, False, refused)
-        try:
-            checks.check_gradients([p.grad for p in params if p.grad is not None])
-            checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)  # it may have been set
-            if self.overlap != self._made_to_overlap:
-                raise ValueError(f"overlap was set to {self.overlap}: give it where the optimizer is made")
-            growth = self.growth(unscale)
-        except Exception as error:
-            return StepReport(0.0, present, False, self.blame(error))
-        averaged = self._attachment.averaged if self._attachment is not None else {}
-        wanting = {id(p) for group in self.param_groups if self.wants_average(group) for p in group["params"]}
-        fresh = [p for p in params if p.grad is not None and id(p) not in averaged]
-        square = self.square_norm_of(fresh)
-        square += sum(numbers_of(list(averaged.values())))
-        unaveraged = not wanting.isdisjoint(map(id, fresh))
-
-        def digest_of_gradients() -> int:
-            return digest_of_all(
-                [torch.tensor([unscale], dtype=torch.float64, device="cpu"), *(p.grad for p in params)]
-            )
-
-        # where buckets start before the ranks agree, or a part of the model is not everybody's, all are averaged
-        averages_all = self.topology.is_sharded or (self.overlap and not wrapped.may_average(self))
-        gradients = None if averages_all else digest_of_gradients
-        square *= unscale**2
-        return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=self.unmoved())
-
-    def blame(self, error: Exception) -> Exception:
-        """Why the step failed with ``error``: ValueError, as where it is given, for a hyper-parameter that is out of
-        range; if none is, ``error``."""
-        try:
-            for group in self.param_groups:
-                self.check_group(group)
-        except Exception as wrong:  # KeyError for one that is gone
-            return wrong if isinstance(wrong, ValueError) else error
-        return error
-
     def _clip(self, decision: StepDecision) -> float:
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (decision.norm + 1e-6))
 
@@ -537,50 +469,12 @@ class CommOptimizer(PackedOptimizer):
     def step_in_flight(self) -> StepInFlight:
         """The step under way; a new one if none is."""
         if self._in_flight is None:
-            number = max((group["step"] for group in self.param_groups), default=0) + 1
-            self._in_flight = StepInFlight(type(self).__name__, number, self.buckets, self._starter())
+            self._in_flight = starting.new_step(self)
         return self._in_flight
 
-    def _starter(self) -> Starter:
-        groups = self.group_of()
-
-        def group_of(bucket: StateBucket) -> dict[str, Any]:
-            key = id(bucket.params[0])
-            if key not in groups:  # added since, or exchanged: then the step is refused
-                registered = zip(self._registered, self.param_groups)
-                groups.update({id(p): group for params, group in registered for p in params})
-                groups.update(self.group_of())
-            return groups.get(key, self.param_groups[0])
-
-        def task(bucket: StateBucket, ctx: StepContext) -> Iterator[Work]:
-            group = group_of(bucket)
-            rests = len(ctx.absent(bucket)) == len(bucket.params) and not self.touches_absent(group)
-            return (self.idle if rests else self.bucket_step)(bucket, group, ctx)
-
-        def has_stages(bucket: StateBucket) -> bool:  # without nodes an average is one collective
-            return bucket.local_world_size > 1 or not self.wants_average(group_of(bucket))
-
-        return Starter(
-            task=task,
-            factor=lambda bucket: -bucket.factor if group_of(bucket)["maximize"] else bucket.factor,
-            has_stages=has_stages,
-            channels=self._channels_of,
-            stale=functools.partial(following.stale, self),
-        )
-
     def starts_in_backward(self) -> bool:
-        """True if buckets of the next step start in backward: not where DDP averages the gradients first, be it
-        attached or not, nor in the first step of a copy, which has no channels yet, nor where the agreement would share
-        their order."""
-        opened = None not in [ranks.channels for ranks in self.topology.replicas]
-        if not self._made_to_overlap or self.topology.copies == 1 or not opened:
-            return False
-        if self._all_on_one_channel() or self.steps_locally():
-            return False
-        averages = any(map(self.wants_average, self.param_groups))
-        if self._attachment is None:
-            return not (wrapped.may_average(self) and (averages or not self._looked))
-        return not self._attachment.joining() and not averages
+        """True if buckets of the next step start in backward."""
+        return starting.in_backward(self)
 
     def why_not_synchronize(self) -> Exception | None:
         """A step that has begun in backward has sent what belongs to the parameters as they are."""
@@ -592,28 +486,7 @@ class CommOptimizer(PackedOptimizer):
     def give_up_step(self) -> None:
         """Starts all of a step that has begun in backward, on any rank, and stops it at the barrier. All ranks must
         call it: from the first step on, with ``overlap=True``, they tell each other whether one has."""
-        if not self._begun_anywhere():
-            return
-        step = self.step_in_flight()
-        try:
-            step.abort(begun=True)
-        except CollectiveError:
-            step.pipeline.abandon()
-            raise
-        finally:
-            self._in_flight = None
-            self.topology.receipt.clear()
-            self._watch()
-            self.topology.traffic.leave_out()
-
-    def _begun_anywhere(self) -> bool:
-        """True if a step has begun in backward on some rank: one whose gradients are all missing has begun none. Before
-        the first step, as in a resume, which may fail on one rank alone, nobody is asked."""
-        begun, ranks = self._in_flight is not None, self._control
-        may_begin = self._made_to_overlap and self.topology.copies > 1 and not self._all_on_one_channel()
-        if ranks is None or not may_begin or not self._looked:
-            return begun
-        return any(calls.begin(ranks.inner, calls.GIVING_UP, int(begun)))
+        starting.give_up(self)
 
     @property
     def agrees_over(self) -> CountingBackend:
@@ -622,24 +495,6 @@ class CommOptimizer(PackedOptimizer):
     def steps_locally(self) -> bool:
         """True if the next step communicates nothing."""
         return self.topology.world_size > 1 and not [group for group in self.param_groups if not self.is_local(group)]
-
-    def _channels_of(self, index: int) -> tuple[Channel, Channel]:
-        """The channels of bucket ``index``: for what goes out, and for what comes back."""
-        return self.buckets[index].replicas.pair(index)
-
-    def _open_channels(self) -> None:
-        """Opens the channels, if that has not been done. Never in backward: it communicates, and a rank whose first
-        bucket waits for a gradient would by then have started the agreement instead."""
-        self.topology.open()
-        if self._control is None:
-            channels = [ranks.channels for ranks in self.topology.replicas if ranks.world_size > 1]
-            # where buckets have channels, nothing else is under way on the world's when the ranks agree
-            self._control = self.topology.world if all(channels) else self.topology.control()
-
-    def _all_on_one_channel(self) -> bool:
-        """True if buckets and the agreement of the ranks share one order."""
-        world = self.topology.world
-        return self._control is world and not all(r.channels for r in self.topology.replicas if r.world is world)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of every backward of a step but the last: with ``overlap=True`` the last one sends.
@@ -657,44 +512,9 @@ class CommOptimizer(PackedOptimizer):
 
     def watch_buckets(self) -> None:
         if self._watching is not None:
-            self._watch()
-
-    def _watch(self) -> None:
-        """Watches all parameters, if their gradients start buckets."""
-        if self._made_to_overlap and self.topology.world_size > 1:
-            self._watching = self._watching or Overlap(self)
-            self._watching.follow(self.buckets)
-
-    def _local(self, report: StepReport, step: StepInFlight) -> StepReport:
-        """``report`` of the local ``step``, with what the ranks that hold a replica together bring to it; gradients
-        that are inf or NaN count as missing."""
-        where = f"{type(self).__name__}, step {step.number}"
-        square, error = replicas.agree_inside(self.topology, report.square_norm, report.error, where)
-        if error is None and not is_usable(square):
-            self.dropped_gradients += 1
-            self._diagnostics.dropped(self.dropped_gradients)
-            step.nonfinite_dropped = True
-            return StepReport(0.0, [False] * len(step.params), False)
-        return dataclasses.replace(report, square_norm=square, error=error)
+            starting.watch(self)
 
     # is it still right? -----------------------------------------------------------------------------------------------
-
-    def _guarded(self, report: StepReport, number: int) -> StepReport:
-        """``report`` of step ``number``, with what the ranks compare."""
-        terms = [as_numbers(group, self.defaults) for group in self.param_groups]
-        own: dict[str, Any] = {}
-        if report.error is None and len(set(self.topology.stages)) == 1:  # else ranks have other parameters
-            own = {**self.terms(), "buckets": packing.layout(self)}
-            for group, words in zip(self.param_groups, terms):
-                words["parameters"] = len(group["params"])
-        terms.append({**own, "compressor": self.compressor, "max_grad_norm": self.max_grad_norm})
-        local = min((group.get("local_steps", 0) for group in self.param_groups), default=0)
-        checks_now = self.guard.checks_at(number, number - 1 - local, self._check_next)
-        decide = functools.partial(self._compare, number)
-        digests = functools.partial(comparing.digests, self)
-        return dataclasses.replace(
-            report, terms=terms, checks=checks_now, digests=digests, decide=decide, skipped=self._skipped_in_a_row
-        )
 
     def _compare(self, number: int, table: list[list[int]]) -> None:
         """Says what follows from the digests of all ranks."""

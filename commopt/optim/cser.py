@@ -240,13 +240,12 @@ class CSER(CommOptimizer):
         if group["anchor_step"] == group["step"] and bucket.adopt("anchor"):
             self._check_next = True  # the ranks may have loaded other ones
 
-    def _guarded(self, report: StepReport, number: int) -> StepReport:
-        """As of every optimizer, of anchors that have taken over what was loaded since the last step; not what has no
-        finite gradient, as that is skipped."""
+    def before_agreement(self, report: StepReport) -> None:
+        """Takes over in anchors what was loaded since the last step; not where there is no finite gradient, as the step
+        is skipped then."""
         if report.error is None and is_usable(report.square_norm):
             for bucket, group in list(self.grouped_buckets())[self.step_in_flight().started :]:
                 self._adopt(bucket, group)
-        return super()._guarded(report, number)
 
     def _momentum(self, bucket: StateBucket) -> Tensor:
         """The momentum of a bucket; zeros, if it has had none so far."""
@@ -308,13 +307,9 @@ class CSER(CommOptimizer):
         """True if a reset leaves all ranks with the same parameters."""
         return _keeps_all(self.reset_compressor)
 
-    def _refusal(self, overlapped: bool, unscale: float) -> Exception | None:
-        try:
-            for group in self.param_groups:
-                checks.check_period(group["period"])  # it may have been changed
-        except ValueError as error:
-            return error
-        return super()._refusal(overlapped, unscale)
+    def check_step(self) -> None:
+        for group in self.param_groups:
+            checks.check_period(group["period"])
 
     def after_step(self) -> None:
         """Takes down where all ranks have the same parameters."""

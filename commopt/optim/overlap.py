@@ -16,6 +16,7 @@ from commopt.optim.host import as_numbers
 from commopt.optim.in_flight import StepInFlight
 from commopt.optim.rules import coupled_decay
 from commopt.optim.state_bucket import StateBucket
+from commopt.optim.step_report import blame
 
 if TYPE_CHECKING:
     from commopt.optim.base import CommOptimizer
@@ -63,7 +64,7 @@ class Overlap:
             if self._starts and index is not None and p.numel():  # no bucket waits for an empty one
                 self._start(optimizer, index, p)
         except Exception as error:
-            raise optimizer.blame(error) from None
+            raise blame(optimizer, error) from None
 
     def _start(self, optimizer: CommOptimizer, index: int, p: Tensor) -> None:
         """Gives the gradient of ``p``, of bucket ``index``, to the step in flight."""
