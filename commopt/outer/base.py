@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, comparing, following, loading, pickling, wrapped
+from commopt.optim import binding, comparing, following, pickling, wrapped
 from commopt.optim.closure import loss_of
 from commopt.optim.foreign import OUTER
-from commopt.optim.guard import Guard, check_guard
+from commopt.optim.guard import Guard
 from commopt.optim.host import as_numbers
 from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
 from commopt.optim.loading import OWN
@@ -42,15 +42,14 @@ from commopt.optim.own_tensor import OwnTensor
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state_bucket import StateBucket
-from commopt.optim.torch_options import check_group_keys
-from commopt.outer import base_state, ending, joining, local_steps, member_rounds, stream_state, streams
+from commopt.outer import ending, groups, joining, local_steps, member_rounds, stream_state, streams
 from commopt.outer.flight import Flights
-from commopt.outer.loading import BASE, load, refuse_uncuttable, state_of_base
+from commopt.outer.loading import BASE, adopt_groups, load, refuse_uncuttable, state_of_base
 from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded, parts_of
 from commopt.outer.rounds import Round
-from commopt.outer.streaming import OF_A_PART, Streaming, came_from, check_streaming, count_step, in_flight
+from commopt.outer.streaming import OF_A_PART, Streaming, came_from, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
 from commopt.sharding import as_cut, largest_piece, local
 
@@ -143,52 +142,25 @@ class OuterOptimizer(PackedOptimizer):
         self._restart()
 
         def construct() -> None:
-            if compressor is not None and not isinstance(compressor, Compressor):
-                raise ValueError(
-                    "compressor must be None (full precision) or a commopt.compress.Compressor such as Sign(), got "
-                    f"{checks.no_compressor(compressor)}"
-                )
-            checks.check_common(max_grad_norm, bucket_mb, overlap=False)
-            checks.check_reduction(reduction)
-            check_guard(self.guard)
-            self.own_settings()
+            groups.check_settings(self)
+            self.state_period = dict(sorted(self.state_period.items()))
             self.base = make_base(params, base, base_args, type(self))
             for group in self.base.param_groups:
                 binding.take_mesh(self, group)
             check_base(self.base)
-            check_streaming(streaming)
-            self._check_state_period()
+            groups.check_state_period(self)
             ours, whose = {**outer, "period": period, **self.position()}, {OUTER: self.saved_as()}
             check_names(self.base, ours)
             super(OuterOptimizer, self).__init__(self.base.param_groups, {**self.base.defaults, **ours, **whose})
             self.param_groups = self.base.param_groups
             for group in self.param_groups:
                 group.update(whose)
-            self._check_fragments()
+            groups.check_fragments(self)
 
         with joining.beginning(self):
             self.register_new(construct)  # the groups of the base all at once
             self._ready = True
         self._where = follow_casts(parts_of(self.base), self.params, {})
-
-    def _check_state_period(self) -> None:
-        base_state.check_state_period(self.state_period)
-        self.state_period = dict(sorted(self.state_period.items()))
-        if self.state_period:
-            base_state.check_names(self.base, list(self.state_period))
-            if self.streaming is not None and not self.streaming.waits:
-                raise ValueError(
-                    f"state_period={self.state_period!r} is not allowed with {self.streaming!r}: states are not "
-                    "streamed, so it must be None, or the delay of the fragments 0"
-                )
-
-    def _check_fragments(self) -> None:
-        there = sum(p.requires_grad for p in self.params)
-        if self.fragments > 1 and there < self.fragments:
-            raise ValueError(
-                f"streaming={self.streaming!r}: there are {there} trainable parameters; allowed are at most as many "
-                "fragments"
-            )
 
     def position(self) -> dict[str, Any]:
         """Position of a parameter group before its first step."""
@@ -269,75 +241,18 @@ class OuterOptimizer(PackedOptimizer):
         """Adds a group to the base. All ranks must add the same one at the same time; it joins the round under way."""
         if not self._ready:
             super().add_param_group(param_group)
-            self._check_new(self.param_groups[-1])
+            groups.check_new(self, self.param_groups[-1])
             return
         self.refuse_here("add_param_group()")
         if not following.exchanged(self):  # else some are to be in the new group, which may be refused
             streams.heed_digests(self)
+        groups.add(self, param_group)
 
-        def add() -> None:
-            first = self.param_groups[0]
-            self.base.add_param_group(param_group)
-            new = self.param_groups[-1]
-            following.refuse_moved(self, new["params"])
-            given.extend(new["params"])
-            binding.take_mesh(self, new)
-            for key, default in self.defaults.items():
-                new.setdefault(key, first["period"] if key == "period" else default)
-            counted = ("round_step", "rounds", "fragment", "started", "fragment_steps", "fragment_rounds", OUTER)
-            new.update({key: first[key] for key in counted if key in first})
-            self._check_new(new)
-            lr = _lr_of(new)
-            new["round_lr"] = lr * new["round_step"]
-            if self.streaming is not None:
-                new["fragment_lr"] = tuple(lr * steps for steps in new["fragment_steps"])
-
-        known, given = len(self.param_groups), list[Tensor]()
-        try:
-            self.register_new(add)
-        except Exception:  # an optimizer of commopt has made state of what is refused
-            for p in given:
-                self.base.state.pop(p, None)
-            if isinstance(self.base, PackedOptimizer):
-                binding.forget_groups(self.base, known)
-            raise
-
-    def _check_new(self, group: dict[str, Any]) -> None:
-        binding.check_held(self, group["params"])
-        check_group_keys(type(self), group, self.defaults, f"parameter group {len(self.param_groups) - 1}")
-        self._check_period(group)
-        if self.uses_lr:
-            if group.get("lr") is None:
-                raise ValueError(
-                    f"{type(self).__name__} needs the learning rate of its base, but a parameter group of "
-                    f"{name_of(self.base)} has no 'lr'; allowed are bases that have one"
-                )
-            checks.check_lr(group["lr"])
-        self.check_group(group)
-
-    def _check_period(self, group: dict[str, Any]) -> None:
-        checks.check_period(group["period"])
-        if self.streaming is not None:
-            self.streaming.check_period(group["period"])
-        if group["period"] != self.param_groups[0]["period"]:
-            raise ValueError(
-                f"period must be the same in all parameter groups, got {group['period']} and "
-                f"{self.param_groups[0]['period']}"
-            )
-
-    def _register(self, groups: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
+    def _register(self, new: list[dict[str, Any]], error: Exception | None, differ: bool = False) -> None:
         apart = ("params", "param_names", *OF_A_PART)
-        settings: list[Any] = [as_numbers(g, [k for k in g if k not in apart]) for g in groups]
-        binding.register_groups(self, groups, settings + self.fixed_settings(error), error, differ)
+        settings: list[Any] = [as_numbers(g, [k for k in g if k not in apart]) for g in new]
+        binding.register_groups(self, new, settings + groups.fixed_settings(self, error), error, differ)
         self.topology.traffic.end_step()
-
-    def fixed_settings(self, error: Exception | None = None) -> list[Any]:
-        """Settings that ranks must have alike besides their groups; some of them, of one that failed with ``error``."""
-        base = name_of(self.base) if hasattr(self, "base") else None
-        names = ("compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming")
-        own = self.own_settings() if error is None else {}
-        settings = {name: getattr(self, name) for name in names}
-        return [{"optimizer": type(self).__name__, "base": base, **settings, **own}]
 
     @torch.no_grad()
     def adopt_values(self) -> None:
@@ -386,7 +301,7 @@ class OuterOptimizer(PackedOptimizer):
         refuse_if_left_out(self.topology.backend, type(self).__name__)
         binding.rebind_if_new(self)
         for group in self.param_groups:  # it may have been changed
-            self._check_period(group)
+            groups.check_period(self, group)
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
             self._attachment.refuse_join()
@@ -420,7 +335,7 @@ class OuterOptimizer(PackedOptimizer):
     def _end_step(self, error: Exception | None) -> None:
         """Counts a local step, and ends what ends with it."""
         for group in self.param_groups:
-            lr = _lr_of(group, failed=error is not None)
+            lr = groups.lr_of(group, failed=error is not None)
             group["round_step"] += 1
             group["round_lr"] += lr
             if self.streaming is not None:
@@ -447,7 +362,7 @@ class OuterOptimizer(PackedOptimizer):
         if isinstance(self.base, Mixed):
             self.base.follow()
         if self.param_groups is not self.base.param_groups:
-            self.adopt_groups(self.param_groups)
+            adopt_groups(self, self.param_groups)
 
     @property
     def replicas_differ(self) -> bool:
@@ -675,31 +590,6 @@ class OuterOptimizer(PackedOptimizer):
         load(self, given)
         self._where = follow_casts(parts_of(self.base), self.params, {})  # where the state of the base is now
 
-    def fill_from(self, given: dict[str, Any], entries: Entries, origin: Origin | None, of_base: bool) -> None:
-        """Takes over ``entries`` of the state ``given``, when the base has loaded its own; ``of_base``: it is that
-        alone."""
-        if of_base:
-            for group in self.param_groups:
-                group.update(self.position())
-            self._moved = True  # to parameters that may differ between ranks
-        else:
-            stream_state.complete(self, given["param_groups"])
-        users = loading.forget_users(self, {**given, "state": {}} if of_base else given)
-        loading.fill(self, entries, origin)
-        loading.keep_users(self, users)
-        for bucket in self.buckets:
-            for p, x, anchor in zip(bucket.params, bucket.values, bucket.tensors("anchor")):
-                if PARAMETER not in entries.get(p, {}):
-                    x.copy_(anchor)
-
-    def adopt_groups(self, before: list[dict[str, Any]]) -> None:
-        """Makes the groups of the base ours, after it was loaded; what they lack is as ``before``."""
-        self.param_groups = self.base.param_groups
-        for old, group in zip(before, self.param_groups):
-            for key, default in self.defaults.items():
-                group.setdefault(key, old.get(key, default))
-            group[OUTER] = self.saved_as()
-
     def prepare(self, entries: Entries, origin: Origin | None) -> Entries:
         """An anchor that is lacking is the parameter."""
         params = [p for bucket in self.buckets for p in bucket.params]
@@ -786,15 +676,3 @@ class OuterOptimizer(PackedOptimizer):
             **({} if self.streaming is None else {"in_flight": in_flight(group)}),
             **({} if self.members is None else self.members.stats()),
         }
-
-
-def _lr_of(group: Mapping[str, Any], failed: bool = False) -> float:
-    """The learning rate of ``group``; 0 if its base has none, or finds its own and says None; and if it is no number,
-    where that may be why the step has ``failed``."""
-    lr = group.get("lr")
-    try:
-        return 0.0 if lr is None else float(lr)
-    except (TypeError, ValueError):
-        if not failed:
-            raise
-        return 0.0

@@ -20,6 +20,7 @@ from commopt.comm import Backend, CollectiveError, gather_rows, wait
 from commopt.comm.store import StoreLost
 from commopt.optim import binding, following
 from commopt.optim.own import digest_of
+from commopt.outer import groups
 from commopt.outer.members import Members
 from commopt.outer.view import CutOff, LeftOut
 
@@ -129,7 +130,7 @@ def serve(optimizer: OuterOptimizer, members: Members) -> None:
 
 def give(optimizer: OuterOptimizer, backend: Backend) -> None:
     """Sends the state to rank 1."""
-    binding.check_alike(backend, optimizer.param_groups, optimizer.fixed_settings())
+    binding.check_alike(backend, optimizer.param_groups, groups.fixed_settings(optimizer))
     wanted = gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)
     failed: Exception | None = None
     try:
@@ -159,7 +160,7 @@ def _given(optimizer: OuterOptimizer, with_base: bool) -> dict[str, Any]:
 
 def take(optimizer: OuterOptimizer, backend: Backend, fetch_base: bool) -> None:
     """Receives the state from rank 0, and goes on with it."""
-    binding.check_alike(backend, optimizer.param_groups, optimizer.fixed_settings())
+    binding.check_alike(backend, optimizer.param_groups, groups.fixed_settings(optimizer))
     gather_rows(backend, torch.full((1,), float(fetch_base), device="cpu"), WHERE)
     tree = receive_tree(backend)
     gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)

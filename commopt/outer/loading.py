@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from commopt.optim.foreign import OUTER, WHOSE, ids_of, is_of_outer
-from commopt.optim.loading import read, report_not_own
+from commopt.optim.loading import fill, forget_users, keep_users, read, report_not_own
 from commopt.optim.own import MIXED, Origin, cloned
+from commopt.optim.saving import PARAMETER, Entries
+from commopt.outer import stream_state
 from commopt.outer.mixed import Mixed, name_of
 from commopt.outer.streaming import Streaming
 from commopt.sharding import is_cut, like, local
@@ -40,8 +42,36 @@ def load(optimizer: OuterOptimizer, given: dict[str, Any]) -> None:
     # torch would go on with the tensors given
     groups = _groups_of_base(optimizer, given["param_groups"], of_base)
     optimizer.base.load_state_dict({"state": {}, **cloned(base), "param_groups": groups})
-    optimizer.adopt_groups(before)
-    optimizer.fill_from(given, entries, origin, of_base)
+    adopt_groups(optimizer, before)
+    _fill(optimizer, given, entries, origin, of_base)
+
+
+def adopt_groups(optimizer: OuterOptimizer, before: list[dict[str, Any]]) -> None:
+    """Makes the groups of the base those of ``optimizer``, after it was loaded; what they lack is as ``before``."""
+    optimizer.param_groups = optimizer.base.param_groups
+    for old, group in zip(before, optimizer.param_groups):
+        for key, default in optimizer.defaults.items():
+            group.setdefault(key, old.get(key, default))
+        group[OUTER] = optimizer.saved_as()
+
+
+def _fill(
+    optimizer: OuterOptimizer, given: dict[str, Any], entries: Entries, origin: Origin | None, of_base: bool
+) -> None:
+    """Takes over ``entries`` of the state ``given``, when the base has loaded its own; ``of_base``: that is all."""
+    if of_base:
+        for group in optimizer.param_groups:
+            group.update(optimizer.position())
+        optimizer._moved = True  # to parameters that may differ between ranks
+    else:
+        stream_state.complete(optimizer, given["param_groups"])
+    users = forget_users(optimizer, {**given, "state": {}} if of_base else given)
+    fill(optimizer, entries, origin)
+    keep_users(optimizer, users)
+    for bucket in optimizer.buckets:
+        for p, x, anchor in zip(bucket.params, bucket.values, bucket.tensors("anchor")):
+            if PARAMETER not in entries.get(p, {}):
+                x.copy_(anchor)
 
 
 def _groups_of_base(
