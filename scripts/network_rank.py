@@ -118,9 +118,9 @@ def zero_one_adam(model: nn.Module, distance: int, **options: Any) -> tuple[nn.M
     return model, commopt.ZeroOneAdam(model.parameters(), lr=1e-5, weight_decay=0.01, **rounds, **options)
 
 
-def rounds(model: nn.Module, name: str, **options: Any) -> tuple[nn.Module, Any]:
-    """An outer optimizer of AdamW, with a round every :data:`PERIOD` steps."""
-    return model, getattr(commopt, name)(model.parameters(), lr=1e-5, weight_decay=0.01, period=PERIOD, **options)
+def rounds(model: nn.Module, name: str, period: int = PERIOD, **options: Any) -> tuple[nn.Module, Any]:
+    """An outer optimizer of AdamW, with a round every ``period`` steps."""
+    return model, getattr(commopt, name)(model.parameters(), lr=1e-5, weight_decay=0.01, period=period, **options)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -198,6 +198,16 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         "DiLoCo, 30 steps, Int4(), streamed",
         rounds,
         {"name": "DiLoCo", "compressor": commopt.compress.Int4(), "streaming": commopt.Streaming(5, 12)},
+    ),
+    "diloco_100_int4_streamed": (
+        "DiLoCo, 100 steps, Int4(), streamed",
+        rounds,
+        {
+            "name": "DiLoCo",
+            "period": 100,
+            "compressor": commopt.compress.Int4(),
+            "streaming": commopt.Streaming(5, 12),
+        },
     ),
     "sparse_loco": ("SparseLoCo, 30 steps", rounds, {"name": "SparseLoCo"}),
     "sparse_loco_streamed": (
@@ -290,7 +300,7 @@ class Trainee:
         """Past every warm-up; decides how many steps make a block of about ``seconds``."""
         for _ in range(WARMUP):
             self.step()
-        took = measure(self.step, self.cycle if self.cycle == PERIOD else 2 * self.cycle)["seconds"]
+        took = measure(self.step, self.cycle if self.cycle >= PERIOD else 2 * self.cycle)["seconds"]
         self.land()
         count = torch.tensor([max(1, round(seconds / took) // self.cycle)])
         dist.broadcast(count, 0)
