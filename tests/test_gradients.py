@@ -21,7 +21,7 @@ import torch
 from given import SIZES, Given, check_nothing_is_left, check_resumed, made, split_all
 from torch import Tensor, nn
 from trainer_runs import assert_same
-from worlds import Toy, Used, on_threads, same_bits, some_grads, some_of, tokens
+from worlds import Toy, Used, on_threads, same_bits, seeded, some_grads, some_of, tokens
 
 import commopt
 from commopt.bucket import ROW_MULTIPLE
@@ -645,6 +645,40 @@ def test_threads_connect_models_of_their_own_at_any_time():
     for model in models:
         with pytest.raises(ValueError, match="compressed already"):
             commopt.compress_gradients(model, Sign(), backend=LocalBackend())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_models_whose_gradients_come_in_another_order_on_each_rank_are_averaged(fails):
+    """In one backward; and if that of one of them ends in an error on all ranks, the others are as if it had not
+    been."""
+
+    def rank(backend: ThreadBackend) -> list[Any]:
+        with seeded():
+            models = [nn.Linear(4, 3) for _ in range(3)]
+        handles = [commopt.compress_gradients(model, Int8(), backend=backend) for model in models]
+        errors, order = [], models if backend.rank == 0 else models[::-1]
+        for step in range(3):
+            x = torch.full((2, 4), 1.0 + backend.rank + step)
+            if fails and step == 0:
+                with torch.no_grad():
+                    models[1].bias += backend.rank
+            try:
+                sum(model(x).sum() for model in order).backward()
+            except ReplicasDiffer as error:
+                errors.append(error)
+                with torch.no_grad():
+                    models[1].bias -= backend.rank
+        return [
+            errors,
+            [handle.mean.steps for handle in handles],
+            [p.grad for model in models for p in model.parameters()],
+        ]
+
+    ranks = on_threads(2, rank, timeout=20)
+    for errors, steps, gradients in ranks:
+        assert len(errors) == fails
+        assert steps == ([3, 2, 2] if fails else [3, 3, 3])
+        assert fails or same_bits(gradients, ranks[0][2])
 
 
 def test_one_rank_that_is_wrong_is_an_error_on_all():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -19,23 +21,59 @@ from commopt.sharding import is_sharded, local, settle
 
 
 class _End:
-    """The end of a backward, as a callback of autograd: takes the mean. Autograd lets go of it uncalled if the backward
-    has failed; then what it has brought is forgotten."""
+    """The end of a backward, as a callback of autograd: takes the means that were begun in it, in the order in which
+    :func:`commopt.compress_gradients` made them. That is the same on all ranks, where that in which their gradients
+    come need not be. Autograd lets go of it uncalled if the backward has failed; then what it has brought is
+    forgotten."""
 
-    _mean: GradientMean | None = None  # where a compiled backward has not made one
+    _means: dict[int, GradientMean] | None = None  # where a compiled backward has not made one
 
-    def __init__(self, mean: GradientMean) -> None:
-        self._mean = mean
+    def __init__(self, task: int) -> None:
+        self._means, self._task = dict[int, GradientMean](), task
+
+    @staticmethod
+    def add(number: int, mean: GradientMean, alone: bool) -> None:
+        """Has ``mean``, the one of this ``number``, taken at the end of the backward that is under way; ``alone``: with
+        no others, so that FSDP2's own end of it, which was begun before, has come by then.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        engine: Any = torch.autograd.Variable._execution_engine
+        task = -1 if alone else torch._C._current_graph_task_id()
+        with _ADDING:
+            end = _ENDS.get(task)
+            if end is None:
+                end = _End(task)
+                engine.queue_callback(end)
+                if task >= 0:
+                    _ENDS[task] = end
+            assert end._means is not None
+            end._means[number] = mean
 
     @torch._disable_dynamo
     def __call__(self) -> None:
-        mean, self._mean = self._mean, None
-        assert mean is not None
-        mean.finish()
+        with _ADDING:
+            _ENDS.pop(self._task, None)  # what is begun from now on has an end of its own
+        assert self._means is not None
+        try:
+            for number in sorted(self._means):
+                self._means.pop(number).finish()
+        finally:
+            self._forget()
 
     def __del__(self) -> None:
-        if self._mean is not None:
-            self._mean.forget()
+        self._forget()
+
+    def _forget(self) -> None:
+        while self._means:
+            self._means.popitem()[1].forget()
+
+
+_ENDS: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
+"""By the number of a backward, as autograd counts them."""
+_ADDING = threading.Lock()  # autograd has a thread for each device
+_NUMBERS = itertools.count()
 
 
 class _Look:
@@ -87,7 +125,7 @@ class ParameterHooks:
         checks: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._mean, self._held, self._frozen, self._checks = mean, 0, frozen, checks
-        self._model = weakref.ref(model)
+        self._model, self._number = weakref.ref(model), next(_NUMBERS)
         every = list(model.parameters())
         self._known = None if any(map(is_sharded, every)) else {id(p) for p in every}  # FSDP2 exchanges its own
         self._params, self._arrivals = params, Arrivals(self)
@@ -139,9 +177,8 @@ class ParameterHooks:
                 or there is no backward.
         """
         if self._mean.begin():
-            engine: Any = torch.autograd.Variable._execution_engine
             try:
-                engine.queue_callback(_End(self._mean))
+                _End.add(self._number, self._mean, alone=self._known is None)
             except RuntimeError as error:
                 raise RuntimeError(
                     "gradients came outside of a backward(), as those of a stage of torch.distributed.pipelining that "
