@@ -261,6 +261,30 @@ def tried_again(folder, rank):
     }
 
 
+def after_a_load_that_failed(folder):
+    """The errors of a load whose model is missing, and of one of a state dict after it."""
+    from accelerate import Accelerator
+
+    from commopt.integrations.accelerate import connect
+
+    accelerator, model = Accelerator(cpu=True), Tied()
+    model, optimizer = accelerator.prepare(model, OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2))
+    connect(accelerator, model, optimizer)
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        for file in (*Path(folder).glob("model*"), *Path(folder).glob("commopt-*")):
+            file.unlink() if file.name.startswith("model") else file.write_bytes(b"damaged")
+    accelerator.wait_for_everyone()
+    errors = []
+    for load in (lambda: accelerator.load_state(folder), lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        try:
+            load()
+        except Exception as error:
+            errors.append(str(error))
+    return errors
+
+
 def of_one_model(folder, rank):
     """A bare model with two optimizers, saved between two rounds: its parameters then, after that, loaded, and in the
     file."""
@@ -350,6 +374,7 @@ def scenes(folder, rank, world_size):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     out["attached"] = attached_once()
     out["tried again"] = tried_again(f"{folder}/again", rank)
+    out["after a failed load"] = after_a_load_that_failed(f"{folder}/failed")
     out["of one model"] = of_one_model(f"{folder}/one", rank)
     refused(mesh)
     out["fsdp2"] = fsdp2(f"{folder}/fsdp2", rank)
@@ -437,6 +462,12 @@ def test_a_model_that_did_not_fit_is_freed_and_leaves_no_part_of_its_optimizer(r
             "files": ["commopt-0-rank-00000.pt", "commopt-0-rank-00001.pt"],
             "same": True,
         }
+
+
+def test_a_state_that_is_loaded_after_a_load_that_failed_is_not_joined_with_parts_of_that(ranks):
+    for rank in ranks:
+        (error,) = rank["after a failed load"]
+        assert "commopt-" not in error
 
 
 def test_two_optimizers_of_a_bare_model_resume_each_from_its_own(ranks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -134,5 +134,21 @@ def _take_part(accelerator: Accelerator) -> None:
                 connection.loading = folder, index
 
     accelerator.save_state = of_the_mean  # type: ignore[method-assign]
+    accelerator.load_state = _forgetting(accelerator)  # type: ignore[method-assign]
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+def _forgetting(accelerator: Accelerator) -> Callable[..., None]:
+    """``accelerator.load_state()``, after which no optimizer waits for its part: one that fails has not come to all."""
+    load_state = accelerator.load_state
+
+    @functools.wraps(load_state)
+    def load(*args: Any, **kwargs: Any) -> None:
+        try:
+            load_state(*args, **kwargs)
+        finally:
+            for _, connection in _in_use(accelerator):
+                connection.loading = None
+
+    return load
