@@ -234,14 +234,15 @@ class _BeforeStep:
     """A hook before each step of an optimizer that averages over replicas in FSDP2's stead."""
 
     def __init__(self, taken: list[TakenReplicas]) -> None:
-        self._taken, self._looked = taken, False
+        self._taken, self._looked_at = taken, list[tuple[int, ...]]()
 
     def __call__(self, *_: Any) -> None:
         for one in self._taken:
             one.check()
-        if not self._looked:
+        now = [(len(one.holders), *map(id, one.trained())) for one in self._taken]
+        if now != self._looked_at:  # parameters were frozen or unfrozen since, or an optimizer has gone
             self._check_held()
-            self._looked = True
+            self._looked_at = now
 
     def _check_held(self) -> None:
         """Makes sure that somebody averages all that FSDP2 does not.

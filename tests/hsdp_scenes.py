@@ -177,8 +177,17 @@ def attached(rank: int, world_size: int) -> dict[str, Any]:
     for optimizer in (first, second):
         commopt.attach(net, optimizer)
     out["one group, two of ours"] = trained(net, rank, first, second)
+    backward(net, rank)
+    del second, optimizer
+    gc.collect()
+    out["one of two has gone"] = error_of(first.step)
+    net.second.requires_grad_(False)
+    out["what it had is frozen"] = error_of(first.step)
+    net.second.requires_grad_(True)
+    out["and unfrozen"] = error_of(first.step)
+    net.zero_grad()
 
-    del first, second, optimizer
+    del first
     gc.collect()
     adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
     out["deleted"] = trained(net, rank, adam)

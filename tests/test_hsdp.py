@@ -39,10 +39,10 @@ def test_an_attached_optimizer_leaves_nobody_without_an_average(pool: Pool) -> N
     for found in pool.over_gloo(4, hsdp_scenes.attached):
         for name in ("the other group is FSDP2's", "one group, two of ours", "deleted", "attached again"):
             assert found[name], name
-        assert (
-            "2 trainable parameters, such as one of shape (6, 6), are in one of FSDP2's groups with"
-            in (found["one group, two kinds"])
-        )
+        for name in ("one group, two kinds", "one of two has gone", "and unfrozen"):
+            why = "2 trainable parameters, such as one of shape (6, 6), are in one of FSDP2's groups with"
+            assert why in found[name], name
+        assert not found["what it had is frozen"]
         assert "attach() averages the gradients of this model" in found["attached, then compressed"]
         assert "compress_gradients() averages the gradients of this model" in found["compressed, then attached"]
         assert "load it before attach()" in found["assigned"]
