@@ -19,6 +19,7 @@ from worlds import same_bits
 
 import commopt
 from commopt.compress import Identity, Int4, Int8, PowerSGD, Sign
+from commopt.optim import ReplicasDiffer
 from commopt.sharding import local
 
 
@@ -381,6 +382,34 @@ def wrapped(rank: int, world_size: int) -> dict[str, Any]:
     except RuntimeError as error:
         said["after"] = str(error)
     return said
+
+
+def refused_under_ddp(rank: int, world_size: int) -> list[tuple[str, bool]]:
+    """Of some kinds of DDP: what a backward says before which parameters differ, and whether the means that follow,
+    when they are put back, are those of a model without such a backward."""
+    out = []
+    for kind in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        plain = Plain()
+        nets = [DDP(copy.deepcopy(plain), bucket_cap_mb=1e-3, **kind) for _ in range(2)]
+        for net in nets:
+            commopt.compress_gradients(net, Int8(), check_every=1)
+        said = ""
+        for step in range(4):
+            if step == 2:
+                p = next(nets[0].parameters())
+                before = p.detach().clone()
+                p.detach().add_(rank)
+                try:
+                    nets[0](images(step, rank)).square().sum().backward()
+                except ReplicasDiffer as error:
+                    said = str(error)
+                p.detach().copy_(before)
+            for net in nets:
+                net.zero_grad()
+                net(images(step, rank)).square().sum().backward()
+        ours, theirs = ([p.grad for p in net.parameters()] for net in nets)
+        out.append((said, same_bits(ours, theirs)))
+    return out
 
 
 def frozen_after_ddp(rank: int, world_size: int) -> dict[str, Any]:

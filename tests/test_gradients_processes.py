@@ -102,6 +102,13 @@ def test_a_model_that_is_compressed_bare_is_not_averaged_by_ddp_too(pool):
         assert "the model was compressed first and given to DistributedDataParallel then" in said["after"]
 
 
+def test_under_ddp_the_next_mean_after_one_that_all_ranks_refused_is_as_if_that_had_not_been(pool):
+    for found in pool.over_gloo(2, gradient_scenes.refused_under_ddp):
+        for said, same in found:
+            assert "before mean 3: ranks [0] and [1] differ in the parameters" in said
+            assert same
+
+
 def test_a_layer_that_was_frozen_after_ddp_was_made_takes_no_part(pool):
     for found in pool.over_gloo(2, gradient_scenes.frozen_after_ddp):
         for way in ("unused", "static"):

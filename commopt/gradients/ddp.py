@@ -10,15 +10,27 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from commopt.comm import MessageDamaged
 from commopt.gradients.mean import GradientMean, why_unknown
 from commopt.optim.arrival import Arrivals
 from commopt.optim.checks import check_gradients
+from commopt.optim.guard import ReplicasDiffer
 
 
 def joining(model: DistributedDataParallel | None) -> bool:
     """True if the model is in its ``join()``: then DDP answers for ranks that have ended, and nobody else can."""
     config = getattr(model, "_join_config", None)
     return config is not None and config.enable and not config.throw_on_early_termination
+
+
+def _raise_behind_ddp(error: Exception) -> None:
+    """Has backward() raise ``error`` when DDP has ended it, which it cannot take up again where a hook of it raises."""
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+    def fail() -> None:
+        raise error
+
+    engine.queue_callback(lambda: engine.queue_callback(fail))  # DDP's own end comes between
 
 
 def _laid_out_as(p: Tensor, gradient: Tensor) -> Tensor:
@@ -89,7 +101,10 @@ class DDPHook:
             elif p.requires_grad:
                 raise RuntimeError(why_unknown([p]))  # one that was frozen since DDP was made comes as zeros
         if bucket.is_last():
-            self.mean.finish()
+            try:
+                self.mean.finish()
+            except (MessageDamaged, ReplicasDiffer) as error:  # on all ranks
+                _raise_behind_ddp(error)
             for future, buffer in self._pending:
                 future.set_result(buffer)
             self._pending = []
