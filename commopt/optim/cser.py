@@ -104,8 +104,8 @@ class CSER(CommOptimizer):
         reset_compressor: C1, which part of the errors is averaged at a reset; RandomBlocks or any Compressor.
         max_grad_norm: clip each rank's gradients to this norm, > 0, or None. The norm is N = sqrt(mean_i ||g_i||^2),
             one number on all ranks. Not with ``overlap=True``.
-        bucket_mb, overlap, guard, process_group, backend: as for :class:`commopt.optim.CommOptimizer`. Not on nodes of
-            several ranks.
+        bucket_mb, overlap, guard, reduction, process_group, backend: as for :class:`commopt.optim.CommOptimizer`. Not
+            on nodes of several ranks.
         torch_options: ``foreach`` and ``fused``; ``dampening=0`` and ``differentiable=False``: as
             :class:`torch.optim.SGD` has them, and without effect.
 
