@@ -58,7 +58,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any, Literal
 
 from torch import Tensor
@@ -66,7 +65,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
-from commopt.optim import checks, floor, loading, replicas, settling
+from commopt.optim import checks, floor, loading, replicas, schedule, settling
 from commopt.optim.agreement import StepDecision
 from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
 from commopt.optim.base import CommOptimizer
@@ -90,7 +89,6 @@ UNTIL = (
     "local steps begin"
 )
 WORDS = Words("variance_stop", UNTIL, "a larger VariancePolicy(stop=)", "all ranks refresh it again, in full precision")
-_POLICIES: dict[str, type[VariancePolicy] | type[SyncPolicy]] = {"variance": VariancePolicy, "sync": SyncPolicy}
 
 
 class ZeroOneAdam(CommOptimizer):
@@ -199,7 +197,7 @@ class ZeroOneAdam(CommOptimizer):
         }
         super().__init__(
             params,
-            {**defaults, **_numbers("variance", variance), **_numbers("sync", sync)},
+            {**defaults, **schedule.numbers_of("variance", variance), **schedule.numbers_of("sync", sync)},
             compressor=compressor,
             max_grad_norm=max_grad_norm,
             bucket_mb=bucket_mb,
@@ -220,24 +218,11 @@ class ZeroOneAdam(CommOptimizer):
         checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
         checks.check_thaw(group["thaw"])
         checks.check_min_variance(group["min_variance"])
-        for name, policy in _POLICIES.items():
-            if name in group:
-                raise ValueError(
-                    f"{name} must be a {policy.__name__} or a mapping of its arguments, such as "
-                    f"{asdict(policy())}, got {group[name]!r}"
-                )
-        _variance(group)
-        _sync(group)
-        known = {**_numbers("variance", None), **_numbers("sync", None)}
-        for key in group:
-            if key.startswith(("variance_", "sync_")) and key not in known:
-                raise ValueError(f"a policy has no {key!r}; there are {', '.join(known)}")
+        schedule.check_policies(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, which starts at its own step 0, with its own ``variance`` and ``sync`` if it has them."""
-        for name in _POLICIES:
-            if name in param_group:
-                param_group.update(_numbers(name, param_group.pop(name)))
+        schedule.put_policies(param_group)
         super().add_param_group(param_group)
 
     def init_bucket(self, bucket: StateBucket) -> None:
@@ -267,18 +252,13 @@ class ZeroOneAdam(CommOptimizer):
     def _kind(self, group: dict[str, Any], step: int) -> str:
         if self.topology.nodes == 1:
             return "exact"
-        variance = _variance(group)
-        if variance.refreshes(step, _begun(group)):
-            return "compressed" if group["local_steps"] else "exact"  # between rounds a policy that was changed waits
-        if variance.stop == "auto":
-            return "compressed"
-        return "compressed" if _sync(group).synchronises(step - variance.stop) else "local"
+        return schedule.kind(group, step)
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """ "plain" on one node, else "refreshing" up to the last step of T_v, then "frozen"."""
         if self.topology.nodes == 1:
             return "plain"
-        return "frozen" if _variance(group).has_stopped(group["step"] + 1) else "refreshing"
+        return "frozen" if schedule.variance_of(group).has_stopped(group["step"] + 1) else "refreshing"
 
     def wants_average(self, group: dict[str, Any]) -> bool:
         return self.kind_of(group) == "exact"
@@ -326,7 +306,7 @@ class ZeroOneAdam(CommOptimizer):
         frozen, refreshing = self._in("frozen"), self._in("refreshing")
         self._frozen.go_back(self, frozen)
         self._wait([group for group in refreshing if self._asks(group, kinds[id(group)])])
-        self._frozen.stop_where_settled(self, [group for group in refreshing if not _has_begun_anew(group)])
+        self._frozen.stop_where_settled(self, [group for group in refreshing if not schedule.has_begun_anew(group)])
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
         if waiting:
@@ -346,7 +326,7 @@ class ZeroOneAdam(CommOptimizer):
         for group, waits in zip(groups, settling.any_in(self, groups, _waiting)):
             if waits:
                 group["rare_until"] = group["step"]
-            elif _is_end_of_first(group, group["step"]):
+            elif schedule.is_end_of_first(group, group["step"]):
                 self.report_outsized([group])
 
     def _count_local_step(self, group: dict[str, Any], kind: str) -> None:
@@ -378,7 +358,7 @@ class ZeroOneAdam(CommOptimizer):
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
         moving = ctx.moving(bucket)
         step = group["step"] + 1
-        wanted = settling.counts(group["variance_stop"], step) or _is_end_of_first(group, step)
+        wanted = settling.counts(group["variance_stop"], step) or schedule.is_end_of_first(group, step)
         settling.count_nonzero(bucket, ctx, g, wanted)
         bucket.increment(("step", "variance_step"), moving)
         x, m, v, counts = bucket.operands(moving)
@@ -537,50 +517,14 @@ class ZeroOneAdam(CommOptimizer):
             self._end_interval(self.param_groups)
 
 
-def _numbers(name: str, policy: Any) -> dict[str, Any]:
-    """A policy as numbers of a parameter group. What is wrong with them, ``check_group`` says, on every rank; so it
-    does where ``policy`` is none, which is then there as it was given."""
-    default = _POLICIES[name]()
-    if policy is None or isinstance(policy, type(default)):
-        given = asdict(policy or default)
-    elif isinstance(policy, Mapping):
-        given = {**asdict(default), **policy}
-    else:
-        return {**_numbers(name, None), name: policy}
-    return {f"{name}_{key}": value for key, value in given.items()}
-
-
-def _variance(group: dict[str, Any]) -> VariancePolicy:
-    return VariancePolicy(group["variance_kappa"], group["variance_stop"])
-
-
-def _begun(group: dict[str, Any]) -> int:
-    """The step after which T_v of ``group`` has begun."""
-    return int(max(group["thawed"], group["rare_until"]))
-
-
-def _is_end_of_first(group: dict[str, Any], step: int) -> bool:
-    """True if ``step`` is the last of those refreshes at which T_v of ``group`` begins, at every step."""
-    return bool(step == _begun(group) + group["variance_kappa"])
-
-
-def _has_begun_anew(group: dict[str, Any]) -> bool:
-    """True if ``group`` refreshes at every step once more, for parameters that had few gradients."""
-    return bool(group["rare_until"] > 0 and group["step"] < group["rare_until"] + group["variance_kappa"])
-
-
 def _waiting(bucket: StateBucket, group: dict[str, Any]) -> list[Tensor]:
     """The parameters of ``bucket`` for which ``group`` goes on with refreshes at every step."""
     missed, refreshes = bucket.numbers["missed_at"].tolist(), bucket.numbers["variance_step"].tolist()
     waits = [p for p, at, k in zip(bucket.params, missed, refreshes) if at and not k and group["step"] < 2 * at]
-    return waits + (settling.rarely_updated(bucket) if _is_end_of_first(group, group["step"]) else [])
+    return waits + (settling.rarely_updated(bucket) if schedule.is_end_of_first(group, group["step"]) else [])
 
 
 def _still(bucket: StateBucket) -> list[int]:
     """Indices of the parameters that do not move between two rounds: frozen when the first local step began, or without
     a variance. Known once that step has; the same on all ranks."""
     return [i for i, steps in enumerate(bucket.numbers["interval_step"].tolist()) if steps == 0]
-
-
-def _sync(group: dict[str, Any]) -> SyncPolicy:
-    return SyncPolicy(group["sync_first"], group["sync_double_every"], group["sync_longest"])
