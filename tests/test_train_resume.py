@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from trainer_runs import Make, assert_same, content, records, sign_anew
 
 from commopt.train import resume
 from commopt.train.config import Config
+from commopt.train.loop import Trainer
 from commopt.train.metrics import read_metrics
 
 BASELINE = {"name": "AdamW", "args": {}}
@@ -245,3 +248,68 @@ def test_a_checkpoint_that_was_set_aside_can_be_taken_up_by_its_name(
     ]  # fmt: skip
     pair.run(run, tiny(tmp_path, resume=str(folder / "discarded-step-00000008")))
     assert_same(content(tmp_path, 12, 2), content(unstopped, 12, 2))
+
+
+def start_again(
+    config: Config, times: int, monkeypatch: pytest.MonkeyPatch, end: int | None = None
+) -> list[dict[str, Any]]:
+    """What torchrun does: the same command line, and how often it has started that again. Killed after step ``end``."""
+    whole = Trainer.train_step
+
+    def step_or_end(trainer: Trainer) -> Any:
+        happened = whole(trainer)
+        if trainer.step == end:
+            raise ZeroDivisionError("killed")
+        return happened
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(times))
+    with mock.patch.object(Trainer, "train_step", step_or_end):
+        if end is None:
+            run(config)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                run(config)
+    return records(Path(config.train.run_dir))
+
+
+@pytest.mark.parametrize("place", ["own", "other"])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_what_torchrun_starts_again_goes_on_from_the_newest_checkpoint_of_the_run_since(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, keep: int
+) -> None:
+    """Also where the checkpoint that was given is no longer there."""
+    first, begun = tmp_path / "first", {"keep": keep, "checkpoint_every": 2}
+    run(tiny(first, train={"steps": 8, "checkpoint_every": 4}))
+    given = first / "checkpoints" / "step-00000004"
+    config = tiny(first if place == "own" else tmp_path / "second", resume=str(given), train=begun)
+    folder = Path(config.train.run_dir) / "checkpoints"
+
+    start_again(config, 0, monkeypatch, end=5)  # before it has a checkpoint of its own
+    start_again(config, 1, monkeypatch, end=9)
+    assert (place == "own" and keep == 1) != given.exists()
+    with caplog.at_level(logging.INFO, logger="commopt"):
+        start_again(config, 2, monkeypatch)
+    assert f"resumed from {folder / 'step-00000008'} at step 8" in caplog.text
+    assert not list(folder.glob("discarded-step-00000006"))
+
+
+def test_a_checkpoint_that_is_given_counts_where_the_start_that_failed_had_not_begun(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tiny(tmp_path))
+    with caplog.at_level(logging.INFO, logger="commopt"):
+        start_again(tiny(tmp_path, resume=f"{tmp_path}/checkpoints/step-00000004"), 1, monkeypatch)
+    assert "step-00000004 at step 4" in caplog.text
+
+
+def test_a_checkpoint_set_aside_counts_against_those_before_it(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tiny(tmp_path))
+    folder = tmp_path / "checkpoints"
+    start_again(tiny(tmp_path, resume=str(folder / "step-00000004")), 0, monkeypatch, end=5)
+    aside = tiny(tmp_path, resume=str(folder / "discarded-step-00000008"))
+    start_again(aside, 0, monkeypatch, end=9)
+    with caplog.at_level(logging.INFO, logger="commopt"):
+        start_again(aside, 1, monkeypatch)
+    assert "discarded-step-00000008 at step 8" in caplog.text

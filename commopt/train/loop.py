@@ -34,6 +34,7 @@ from commopt.train.models import count_parameters, make_model
 from commopt.train.optimizer import check_plan
 from commopt.train.parallel import MESH, mesh_shape, open_mesh
 from commopt.train.parse import to_yaml
+from commopt.train.restart import resume_now
 from commopt.train.stop import StopSignal
 from commopt.train.tasks import IGNORE, Batch, make_samples
 from commopt.train.world import World, is_loss_of_contact, open_world
@@ -162,7 +163,8 @@ class Trainer:
         self.config, self.world = config, world
         self.piece = piece_size(config, world)
         self.folder = Path(config.train.run_dir) / "checkpoints"
-        found = checkpoint.find(self.folder, config.resume, world)
+        self.resume = resume_now(config, self.folder, world)
+        found = checkpoint.find(self.folder, self.resume, world)
         init = None if found is not None or config.init is None else Path(config.init)
         if init is not None:  # now, not when a tokenizer has been trained
             world.together(lambda: checkpoint.check_there("init", init, "null or the folder of a checkpoint"))

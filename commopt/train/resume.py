@@ -126,7 +126,7 @@ def take_up(trainer: Trainer, path: Path) -> Path:
             load(trainer, path)
             return path
         except DamagedError as error:
-            if trainer.config.resume != "auto":
+            if trainer.resume != "auto":
                 raise
             if trainer.world.is_main:
                 log.error("damaged checkpoint left out: %s", error)

@@ -47,6 +47,11 @@ def local_size() -> int | None:
     return _read("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", default=0) or None
 
 
+def restarts() -> int:
+    """How often torchrun has started the processes again; 0 without it."""
+    return _read("TORCHELASTIC_RESTART_COUNT", default=0)
+
+
 def by_torchrun() -> int | None:
     """Number of processes that torchrun has started; None if it was not torchrun."""
     return _read("WORLD_SIZE", default=0) or None
