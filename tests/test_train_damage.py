@@ -156,6 +156,26 @@ def test_a_machine_without_memory_is_no_damage(tiny: Make, copy: Path, case: str
     assert len(checkpoint.list_steps(copy / "checkpoints")) == 3
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "shared.pt", "rank-00000.pt"])
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(116, "Stale file handle")])
+def test_a_file_that_may_not_be_read_is_no_damage(
+    tiny: Make, copy: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: OSError
+) -> None:
+    """Going on from an older checkpoint would set the newest aside, of which nothing is known to be wrong."""
+    whole = Path.open
+
+    def unless_newest(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == copy / "checkpoints" / "step-00000006" / name:
+            raise error
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", unless_newest)
+    with pytest.raises(CheckpointError, match=rf"cannot be loaded on this machine: .*{error.strerror}") as caught:
+        run(config(tiny, copy, resume="auto"))
+    assert not isinstance(caught.value, DamagedError)
+    assert len(checkpoint.list_steps(copy / "checkpoints")) == 3
+
+
 @pytest.mark.parametrize("resumed", ["auto", "none"])
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(116, "Stale file handle")])
 def test_checkpoints_that_cannot_be_looked_for_are_not_taken_for_none(

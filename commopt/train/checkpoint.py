@@ -196,7 +196,10 @@ def save(
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, after checking it and every file. Raises DamagedError, naming what is wrong."""
+    """The manifest of a checkpoint, after checking it and every file.
+
+    Raises DamagedError, naming what is wrong, or CheckpointError where this machine cannot read it.
+    """
     manifest = read_manifest(path)
     for name, entry in manifest["files"].items():
         _verify_file(path / name, entry)
@@ -214,7 +217,7 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
     except FileNotFoundError:
         raise DamagedError(f"{where}: {path.name} is missing") from None
     except OSError as error:
-        raise DamagedError(f"{where}: cannot read {path.name}: {error.strerror}") from None
+        raise unloadable(path.parent, f": cannot read {path.name}", error) from None
 
 
 def check_there(option: str, path: Path, allowed: str) -> None:

@@ -50,6 +50,9 @@ class RankError(UserError, RuntimeError):
 
 MACHINE = ("CUDA out of memory", "CUDA error", "Cannot allocate memory")
 """Words of torch's errors of a machine that has no memory left, or a GPU that fails."""
+OF_THE_MACHINE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.ESTALE)
+"""Errors of a file that say nothing about its content: no memory, too many open files, no permission, a server of files
+that is gone."""
 
 
 def explain(error: BaseException) -> str:
@@ -62,9 +65,10 @@ def explain(error: BaseException) -> str:
 
 def unloadable(path: Path, what: str, error: Exception) -> CheckpointError:
     """What to raise for an ``error`` by which the checkpoint ``path`` could not be loaded: DamagedError, with ``what``
-    is wrong; but not where the machine lacks memory or open files, or its GPU fails: no other one is better then."""
+    is wrong; but not where the machine lacks memory, open files or permission, or its GPU fails: what is wrong with this
+    one is then not known."""
     said = str(error)  # torch has classes of its own for these, some of them in new versions only
-    lacking = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    lacking = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
     lacking = lacking or isinstance(error, MemoryError) or any(word in said for word in MACHINE)
     if lacking:
         return CheckpointError(f"checkpoint {path} cannot be loaded on this machine: {explain(error)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from commopt.train import sums
-from commopt.train.errors import DamagedError
+from commopt.train.errors import DamagedError, unloadable
 
 FORMAT, VERSION = "commopt-checkpoint", 2
 OF_PIECES = ("commopt-sharded-checkpoint", 1)
@@ -48,7 +48,7 @@ def make_manifest(step: int, world_size: int, files: dict[str, Any]) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint ``path``, checked: checksum, types, ranges, and that it is of this folder.
 
-    Raises DamagedError, naming what is wrong.
+    Raises DamagedError, naming what is wrong, or CheckpointError where this machine cannot read it.
     """
     if not path.is_dir():
         raise DamagedError(f"checkpoint {path}: no such folder")
@@ -58,7 +58,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DamagedError(f"checkpoint {path}: no {MANIFEST} in it: this is no commopt checkpoint") from None
     except OSError as error:
-        raise DamagedError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}") from None
+        raise unloadable(path, f": cannot read {MANIFEST}", error) from None
     except (ValueError, RecursionError):
         raise DamagedError(f"checkpoint {path}: {MANIFEST} is damaged or of another program") from None
     if not isinstance(manifest, dict) or not {"format", "version"} <= manifest.keys():
