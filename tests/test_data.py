@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -75,6 +76,39 @@ def test_a_link_to_a_folder_is_not_followed_and_that_is_said_once(
         assert list(documents(corpus)) == [("a.txt", "here"), ("b.txt", "there")]
     assert caplog.text.count("1 links to folders are not followed") == 1
     assert str(tmp_path / "here/more") in caplog.text
+
+
+def test_what_is_left_out_for_bytes_of_0_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.txt").write_bytes("words".encode("utf-16-le"))
+    (tmp_path / "c.bin").write_bytes(b"\x00\x01")
+    with caplog.at_level(logging.INFO, logger="commopt"):
+        for _ in range(2):
+            assert list(documents(DataConfig(corpus=str(tmp_path)))) == [("a.txt", "words")]
+    assert caplog.text.count("2 files are left out, which are no text, but have bytes of 0, such as b.txt") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_with_a_byte_order_mark_is_text(tmp_path: Path, encoding: str) -> None:
+    """As text files of Windows have it; what only begins so is read as before."""
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / "a.txt").write_bytes((mark + "eins zwei \u00fc\r\n\U0001f600").encode(encoding))
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfeabc")
+    texts = ["eins zwei \u00fc\n\U0001f600", "\ufffd\ufffdabc"]
+    assert [text for _, text in documents(DataConfig(corpus=str(tmp_path)))] == texts
+    assert list(documents(DataConfig(corpus=str(tmp_path / "a.txt")))) == [("a.txt:0", texts[0])]
+
+
+@pytest.mark.parametrize("encode", [gzip.compress, lambda data: data.decode().encode("utf-16-le")])
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_file_that_is_named_and_is_no_text_is_refused(
+    corpus: Path, tmp_path: Path, encode: Callable[[bytes], bytes], beside: bool
+) -> None:
+    """It would be trained on, as U+FFFD."""
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(encode(b"".join(file.read_bytes() for file in corpus.iterdir())))
+    with pytest.raises(DataError, match=r"text.txt.gz: it is no text in UTF-8"):
+        list(documents(DataConfig(corpus=[str(path), *[str(corpus)] * beside])))
 
 
 def test_a_file_alone_is_many_documents(tmp_path: Path) -> None:
@@ -174,6 +208,17 @@ def test_tokens_decode_to_the_text(corpus: Path, tmp_path: Path) -> None:
     held = [path for path in sorted(corpus.iterdir()) if is_heldout(path.name, 0.2)]
     assert texts == [path.read_text() for path in held]
     assert prepared.vocab_size == tokenizer.get_vocab_size() == 300
+
+
+def test_what_is_spelt_as_a_special_token_in_the_text_is_text(corpus: Path, tmp_path: Path) -> None:
+    """Else source text of a tokenizer would end documents within it, and give labels that BERT never predicts."""
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    for path in copy.iterdir():
+        path.write_text(f"{path.read_text()} {' '.join(SPECIALS)} {SPECIALS[EOT]}")
+    prepared = load_corpus(small(copy, tmp_path / "cache"), ALONE)
+    ids = np.concatenate([prepared.train, prepared.heldout])
+    assert np.bincount(ids)[: len(SPECIALS)].tolist() == [30, 0, 0, 0, 0]
 
 
 def test_the_key_follows_text_and_settings(corpus: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class DataConfig:
     hf_text_field: str = "text"
     """Column of an hf: data set that holds the text."""
     vocab_size: int = 4096
-    """Tokens of the byte-level BPE tokenizer trained on the corpus, in [261, 4294967295]: 256 bytes and 5 special
+    """Tokens of the byte-level BPE tokenizer trained on the corpus, in [261, 16777216]: 256 bytes and 5 special
     tokens at least."""
     seq_len: int = 128
     """Tokens the model reads per sample, >= 8."""
@@ -117,7 +117,7 @@ class DataConfig:
         listed = [self.corpus] if isinstance(self.corpus, str) else self.corpus
         empty = not listed or "" in listed or self.corpus == "hf:"
         _check("data.corpus", self.corpus, not empty, "stdlib, a path, a list of paths or hf:NAME")
-        _check("data.vocab_size", self.vocab_size, 261 <= self.vocab_size < 2**32, "in [261, 4294967295]")
+        _check("data.vocab_size", self.vocab_size, 261 <= self.vocab_size <= 2**24, "in [261, 16777216]")
         _check("data.seq_len", self.seq_len, self.seq_len >= 8, ">= 8")
         _check("data.heldout", self.heldout, 0.0 < self.heldout <= 0.5, "in (0, 0.5]")
         _check("data.cache_dir", self.cache_dir, self.cache_dir is None or bool(self.cache_dir), "null or a folder")

@@ -3,6 +3,8 @@ machine."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import functools
 import logging
 import os
@@ -48,16 +50,27 @@ def _files(path: Path) -> Iterator[Document]:
     if path.is_dir():
         yield from _folder(path, "", frozenset({"__pycache__"}))
     elif path.is_file():
-        yield path.name, _text(path)
+        yield path.name, _text_alone(path)
     elif path.exists():
         raise DataError(f"corpus {path}: it is neither a file nor a folder")
     else:
         raise DataError(f"corpus {path}: no such file or folder")
 
 
+def _text_alone(path: Path) -> str:
+    """Text of a file that is named. Raises DataError where most of it is none."""
+    text = _text(path)
+    if 3 * (text.count("\0") + text.count("\ufffd")) > len(text):
+        raise DataError(
+            f"corpus {path}: it is no text in UTF-8, or in UTF-16 with a byte order mark: more than a third of it "
+            "cannot be read"
+        )
+    return text
+
+
 def _pieces(path: Path) -> Iterator[Document]:
     """A file that is the whole corpus, in documents of its lines: one alone would leave the other split empty."""
-    start, text = 0, _text(path)
+    start, text = 0, _text_alone(path)
     while start < len(text):
         end = text.find("\n", start + PIECE, start + LONGEST) + 1 or min(len(text), start + LONGEST)
         yield f"{path.name}:{start}", text[start:end]
@@ -66,7 +79,7 @@ def _pieces(path: Path) -> Iterator[Document]:
 
 def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document]:
     """Files below ``root`` by relative name; hidden and binary ones and folders in ``skips`` are left out, and so are
-    links to folders, which is said."""
+    links to folders. The latter and binary ones are said."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"corpus {error.filename}: {error.strerror}")
@@ -78,15 +91,18 @@ def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document
         names += [os.path.join(folder, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     if links and not suffix:
         _warn_of_links(str(root), min(links), len(links))
+    binary = []
     for name in sorted(Path(name).relative_to(root).as_posix() for name in names):
         if (root / name).exists() and not (root / name).is_file():
             log.debug("left out, no file: %s", root / name)
             continue
         text = _text(root / name)
         if "\0" in text:
-            log.debug("left out, not text: %s", root / name)
+            binary.append(name)
         else:
             yield name, text
+    if binary:
+        _say_binary(str(root), binary[0], len(binary))
 
 
 @functools.cache  # once: a corpus is read several times
@@ -97,9 +113,20 @@ def _warn_of_links(root: str, first: str, count: int) -> None:
     )  # fmt: skip
 
 
+@functools.cache
+def _say_binary(root: str, first: str, count: int) -> None:
+    log.info("corpus %s: %d files are left out, which are no text, but have bytes of 0, such as %s", root, count, first)
+
+
 def _text(path: Path) -> str:
-    """UTF-8 text; a byte that is not UTF-8 becomes U+FFFD, for a few files of every corpus have one."""
+    """UTF-8 text, or UTF-16 that says so by its first two bytes, the byte order mark; a byte that is not UTF-8 becomes
+    U+FFFD, for a few files of every corpus have one."""
     try:
+        with path.open("rb") as file:
+            marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        if marked:
+            with contextlib.suppress(UnicodeDecodeError):  # something else that begins so
+                return path.read_text(encoding="utf-16")
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"corpus {path}: {error.strerror}") from None

@@ -76,11 +76,15 @@ def _key(config: DataConfig, heed: Heed) -> str:
 
     settings = [prepared.FORMAT, config.vocab_size, config.heldout, tokenizers.__version__]
     digest = hashlib.sha256(json.dumps(settings).encode())
+    spelt = False
     for name, text in documents(config):
         heed()
+        spelt = spelt or any(special in text for special in SPECIALS)
         for part in (name, text):
             data = part.encode("utf-8", "surrogateescape")
             digest.update(len(data).to_bytes(8, "big") + data)
+    if spelt:  # they were special tokens once: what was prepared then is no longer that
+        digest.update(b"special tokens in the text are text")
     return digest.hexdigest()[:20]
 
 
@@ -101,7 +105,11 @@ def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def _write_tokens(path: Path, docs: Iterator[Document], tokenizer: Any) -> int:
-    """Tokenise into a flat .npy file without holding the corpus in memory; return the number of tokens."""
+    """Tokenise into a flat .npy file without holding the corpus in memory; return the number of tokens.
+
+    What is spelt as a special token in the text is text, as all else there.
+    """
+    tokenizer.encode_special_tokens = True
     dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
     raw, count = path.with_suffix(".raw"), 0
     with raw.open("wb") as out:

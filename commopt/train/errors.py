@@ -65,8 +65,8 @@ def explain(error: BaseException) -> str:
 
 def unloadable(path: Path, what: str, error: Exception) -> CheckpointError:
     """What to raise for an ``error`` by which the checkpoint ``path`` could not be loaded: DamagedError, with ``what``
-    is wrong; but not where the machine lacks memory, open files or permission, or its GPU fails: what is wrong with this
-    one is then not known."""
+    is wrong; but not where the machine lacks memory, open files or permission, or its GPU fails: whether this one is
+    damaged is then not known."""
     said = str(error)  # torch has classes of its own for these, some of them in new versions only
     lacking = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
     lacking = lacking or isinstance(error, MemoryError) or any(word in said for word in MACHINE)
