@@ -7,6 +7,7 @@ import math
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,19 @@ from commopt.probe.inside import rows
 from commopt.probe.measure import columns, exchanges, gap
 from commopt.probe.model import Model, adamw_seconds, split
 from commopt.probe.options import ProbeError, parse, parse_count
-from commopt.probe.predict import METHODS, at_bandwidth, break_evens, plain, predict, whole_run
+from commopt.probe.predict import (
+    FASTEST,
+    METHODS,
+    SLOWEST,
+    at_bandwidth,
+    bandwidth_at,
+    break_even,
+    break_evens,
+    plain,
+    predict,
+    whole_run,
+)
+from commopt.probe.report import cells
 from commopt.probe.sgd import PERIOD, sgd
 
 COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather", "exchange")
@@ -215,11 +228,11 @@ def test_blocks_of_small_buckets_are_sent_now_and_then() -> None:
 
 
 def test_buckets() -> None:
-    assert split(100, 0, 4, 40) == [1, *[10] * 9, 9]
-    assert split(100, 30, 80) == [20, 20, 20, 10, 30]
-    assert split(100, 5, 80) == [20, 20, 20, 20, 20]
-    assert split(100, 100, 80) == [100]
-    assert split(3, 0, 80) == [3]
+    assert split(100, 0, 4, 40) == (1, *[10] * 9, 9)
+    assert split(100, 30, 80) == (20, 20, 20, 10, 30)
+    assert split(100, 5, 80) == (20, 20, 20, 20, 20)
+    assert split(100, 100, 80) == (100,)
+    assert split(3, 0, 80) == (3,)
     for last in (0, 1, 999, 1_000_000):
         assert sum(split(10**6, last, 2**20, 2**22)) == 10**6
 
@@ -256,6 +269,10 @@ def test_nothing_is_recommended_where_all_messages_were_too_small_to_tell() -> N
 )  # fmt: skip
 def test_figures_have_no_exponent(value: float, digits: int, text: str) -> None:
     assert figure(value, digits) == text
+
+
+def test_tables_have_four_digits_of_a_tenth_of_a_millisecond_and_three_of_tens_of_microseconds() -> None:
+    assert cells(10, 4.123e-4, 4.126e-5, 30.6214) == " 0.0004123 0.0000413     30.62"
 
 
 def test_units_of_figures() -> None:
@@ -385,6 +402,32 @@ def test_break_even(world_size: int) -> None:
     for factor, pays in ((0.8, True), (1.25, False)):
         there = at_bandwidth(slow_update, at * factor)
         assert (METHODS["onebit_adam"](there, MODEL).seconds < METHODS["ddp"](there, MODEL).seconds) is pays
+
+
+@pytest.mark.parametrize(
+    ("gain", "most"),
+    [(lambda beyond: beyond, 6), (lambda beyond: 3 * beyond + max(0.0, beyond - 1e-11), 14),
+     (lambda beyond: math.copysign(1.0, beyond), 45)],
+    ids=["straight", "bent", "jump"],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [2e3, 1.7e9, 9e12])
+def test_a_break_even_is_found_in_few_steps_where_halving_finds_it(
+    gain: Callable[[float], float], most: int, at: float
+) -> None:
+    """In the seconds of a bit beyond it; halving takes 17 of any."""
+    asked = []
+
+    def at_place(place: int) -> float:
+        asked.append(place)
+        return gain(1 / bandwidth_at(place) - 1 / at)
+
+    found = break_even(at_place)
+    low, high = SLOWEST, FASTEST
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if middle < at else (low, middle)
+    assert found == pytest.approx(low, rel=1e-9)
+    assert len(asked) == len(set(asked)) <= most
 
 
 def test_break_even_at_the_ends() -> None:

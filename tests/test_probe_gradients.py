@@ -258,7 +258,7 @@ def test_break_evens_play_a_step_of_ddp_once_for_each_bandwidth(monkeypatch: pyt
     monkeypatch.setattr("commopt.probe.predict.ddp", counted)
     assert break_evens(dear, large(), names) == alone
     assert len(set(alone.values())) == 3
-    assert len(played) == len(set(played)) > 17
+    assert 2 + len(names) <= len(played) == len(set(played))
 
 
 def test_a_mean_is_rehearsed_without_the_rest_of_a_step() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 
-def figure(value: float, digits: int = 3) -> str:
-    """A number of so many significant digits, without exponent, and with six places at most."""
-    text = f"{float(f'{value:.{digits}g}'):.6f}".rstrip("0").rstrip(".")
+def figure(value: float, digits: int = 3, places: int = 6) -> str:
+    """A number of so many significant digits, without exponent, and with so many places at most."""
+    text = f"{float(f'{value:.{digits}g}'):.{places}f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from commopt.compress import Compressor
 from commopt.gradients.method import OfGradients
@@ -49,7 +50,8 @@ class Model:
         return self.shapes or tuple((n,) for n in reversed(split(self.params, self.last_params, self.bucket_bytes)))
 
 
-def split(params: int, last: int, *capacities: int) -> list[int]:
+@lru_cache(maxsize=16)
+def split(params: int, last: int, *capacities: int) -> tuple[int, ...]:
     """Parameters in each bucket, in order of backward; the last capacity (in bytes of float32) holds for all further
     ones. ``last`` parameters are one tensor, the last one."""
     out: list[int] = []
@@ -61,7 +63,7 @@ def split(params: int, last: int, *capacities: int) -> list[int]:
         out[-1] += last
     elif last:
         out.append(last)
-    return out
+    return tuple(out)
 
 
 def begin(clock: Clock, model: Model) -> float:

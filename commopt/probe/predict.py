@@ -13,6 +13,7 @@ last bucket always after backward. What is assumed:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ DDP_BUCKETS = (1 * MB, 25 * MB)
 """Bytes of DDP's first bucket, and of the others."""
 SLOWEST, FASTEST = 1e3, 1e13
 """Between these bandwidths, in bit/s, the break-even is sought."""
+PLACES = 2**15
+"""Of the bandwidths among which it is sought each is as many times the one before, 1.0007."""
 
 
 def plain(costs: Costs, model: Model) -> Step:
@@ -274,28 +277,49 @@ def break_evens(costs: Costs, model: Model, names: Iterable[str]) -> dict[str, f
         return dict.fromkeys(names)
 
     @cache
-    def there(bits_per_second: float) -> tuple[Costs, float]:
+    def there(place: int) -> tuple[Costs, float]:
         """The costs, and what DDP takes: the same for all methods."""
-        at = at_bandwidth(costs, bits_per_second)
+        at = at_bandwidth(costs, bandwidth_at(place))
         return at, ddp(at, model).seconds
 
-    def break_even(step: Callable[[Costs, Model], Step]) -> float:
-        def pays(bits_per_second: float) -> bool:
-            at, rival = there(bits_per_second)
-            return step(at, model).seconds < rival
-
-        low, high = SLOWEST, FASTEST
-        if pays(high):
-            return float("inf")
-        if not pays(low):
-            return 0.0
-        while high / low > 1.001:
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if pays(middle) else (low, middle)
-        return low
+    def gain(step: Callable[[Costs, Model], Step], place: int) -> float:
+        at, rival = there(place)
+        return rival - step(at, model).seconds
 
     every = methods(model)
-    return {name: break_even(every[name]) for name in names}
+    return {name: break_even(partial(gain, every[name])) for name in names}
+
+
+def bandwidth_at(place: float) -> float:
+    """Bit/s at a place in [0, PLACES]."""
+    return SLOWEST * (FASTEST / SLOWEST) ** (place / PLACES)
+
+
+def break_even(gain: Callable[[int], float]) -> float:
+    """Greatest of the bandwidths at which there is a ``gain``, a function of their place; as :func:`break_evens`.
+
+    Steps are nearly straight lines in the seconds of a byte, so that few of them have to be played: the secant is tried
+    (the Illinois method), and each third time the middle, for there are steps that jump.
+    """
+    low, high, below = 0, PLACES, gain(PLACES)
+    if below > 0:
+        return float("inf")
+    above = gain(low)
+    if above <= 0:
+        return 0.0
+    tried = side = 0
+    while high - low > 1:
+        share = above / (above - below)
+        per_bit = (1 - share) / bandwidth_at(low) + share / bandwidth_at(high)
+        place = math.log(1 / per_bit / SLOWEST, FASTEST / SLOWEST) * PLACES
+        middle = (low + high) // 2 if tried % 3 == 2 else min(max(int(place), low + 1), high - 1)
+        found, tried = gain(middle), tried + 1
+        if found > 0:
+            low, above, below = middle, found, below / 2 if side > 0 else below
+        else:
+            high, below, above = middle, found, above / 2 if side < 0 else above
+        side = 1 if found > 0 else -1
+    return bandwidth_at(low)
 
 
 def whole_run(ddp: float, compressed: float, share: float, warm: float | None = None) -> float:

@@ -103,7 +103,7 @@ def render(result: Result) -> str:
     lines = [
         *_asked(result),
         "",
-        f"{'network':24}{'latency':>11}{'next after':>12}{'bandwidth':>15}{'fit error':>11}{'lost to 1 MB':>15}",
+        f"{'network':25}{'latency':>11}{'next after':>12}{'bandwidth':>15}{'fit error':>11}{'lost to 1 MB':>15}",
         *(_network(result, verb) for verb in COLLECTIVES),
         "",
         f"{'message':>12}{'all-reduce':>14}{'compressed':>14}{'':>10}",
@@ -160,7 +160,7 @@ def _network(result: Result, verb: str) -> str:
     line, loss = result.costs.link[verb], result.costs.loss[verb]
     busy = result.costs.busy.get(verb)
     return (
-        f"{COLLECTIVES[verb]:24}{seconds(line.latency):>11}{seconds(busy.latency) if busy else '':>12}"
+        f"{COLLECTIVES[verb]:25}{seconds(line.latency):>11}{seconds(busy.latency) if busy else '':>12}"
         f"{bandwidth(line):>15}{result.misfit[verb]:>10.0%} {seconds(loss(2**20)):>15}"
     )
 
@@ -198,7 +198,7 @@ def _step(result: Result, name: str) -> str:
 def _gradients(result: Result) -> list[str]:
     """Lines on what :func:`commopt.compress_gradients` would make of it, by compressor."""
     other = rival(result.options.shard)
-    head = f"{'AdamW, gradients by':20}{'seconds':>9}{'computing':>10}{'wire':>9}{'MB sent':>9}{'x ' + other:>7}"
+    head = f"{'AdamW, gradients by':19}{'seconds':>10}{'computing':>10}{'wire':>10}{'MB sent':>9}{'x ' + other:>7}"
     return [
         f"{head}  faster than {other}",
         *(_gradient(result, name) for name in result.model.compressors),
@@ -212,8 +212,8 @@ def _gradient(result: Result, name: str) -> str:
     computing = sum(per.values()) * result.model.params
     speed = result.steps["ddp"].seconds / step.seconds
     return (
-        f"{label(name, result.model.compressors):20}{cells(9, step.seconds)}{cells(10, computing)}"
-        f"{cells(9, step.wire, step.nbytes / 1e6)}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
+        f"{label(name, result.model.compressors):19}{cells(10, step.seconds, computing, step.wire)}"
+        f"{cells(9, step.nbytes / 1e6)}{speed:>7.2f}  {verdict(speed, result.break_even[name])}"
     )
 
 
@@ -348,8 +348,8 @@ def _below(value: float | None, result: Result) -> str:
 
 
 def cells(width: int, *values: float) -> str:
-    """Figures in columns of that width."""
-    return "".join(f"{figure(value, 4):>{width}}" for value in values)
+    """Figures in columns of that width, 9 characters at least: of tens of microseconds three digits."""
+    return "".join(f"{figure(value, 4, 7):>{width}}" for value in values)
 
 
 def bandwidth(line: Line) -> str:
