@@ -28,7 +28,7 @@ from commopt.train import data, sums
 from commopt.train.config import Config, DataConfig
 from commopt.train.corpus import documents
 from commopt.train.data import CLS, EOT, MASK, SEP, SPECIALS, Corpus, Windows, is_heldout, load_corpus
-from commopt.train.errors import DataError, FolderError, UserError
+from commopt.train.errors import ConfigError, DataError, FolderError, UserError
 from commopt.train.stop import Stopped, StopSignal
 from commopt.train.tasks import IGNORE, MaskedToken, NextToken, Samples, make_samples
 from commopt.train.world import World, open_world
@@ -219,6 +219,15 @@ def test_what_is_spelt_as_a_special_token_in_the_text_is_text(corpus: Path, tmp_
     prepared = load_corpus(small(copy, tmp_path / "cache"), ALONE)
     ids = np.concatenate([prepared.train, prepared.heldout])
     assert np.bincount(ids)[: len(SPECIALS)].tolist() == [30, 0, 0, 0, 0]
+
+
+def test_the_largest_vocabulary_is_one_that_the_tokenizer_has_memory_for(corpus: Path) -> None:
+    """Its library reserves memory for all of it, and ends the process where it gets none."""
+    most = DataConfig(vocab_size=2**24)
+    texts = (path.read_text() for path in corpus.iterdir())
+    assert data._train_tokenizer(texts, most.vocab_size).get_vocab_size() < 5000
+    with pytest.raises(ConfigError, match=r"data.vocab_size=16777217 is not allowed: it must be in \[261, 16777216\]"):
+        replace(most, vocab_size=2**24 + 1)
 
 
 def test_the_key_follows_text_and_settings(corpus: Path, tmp_path: Path) -> None:
