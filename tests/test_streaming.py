@@ -328,6 +328,40 @@ def test_what_is_unfrozen_in_flight_is_in_no_flight_of_a_copy_either_and_keeps_i
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("how", ["copy", "load"])
+@EVERY_LATE
+def test_what_was_frozen_when_it_was_sent_is_so_in_a_copy_that_is_made_in_flight(streaming, how):
+    """A layer is frozen before a fragment is sent and unfrozen before the merge, or the other way round."""
+    settings = {"lr": 1e-2, "period": 6, "streaming": streaming}
+
+    def run(backend):
+        model, copies, changed = Toy(torch.float64), [], set()
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        (place,) = (i for i, p in enumerate(optimizer.params) if p is model.weight)
+        (of_it,) = {b.fragment for b in optimizer.buckets if any(p is model.weight for p in b.params)}
+        for step in range(22):
+            frozen = step % 4 < 2
+            for each, _ in [(model, optimizer), *copies]:
+                each.weight.requires_grad_(not frozen)
+            was = place in (optimizer.param_groups[0]["frozen_when_sent"][of_it] or ())
+            if of_it in optimizer.comm_stats()["in_flight"] and was != frozen:
+                changed.add(was)
+                if how == "copy":
+                    copies.append(copy.deepcopy((model, optimizer)))
+                else:
+                    other = Toy(torch.float64)
+                    other.load_state_dict(model.state_dict())
+                    other.weight.requires_grad_(not frozen)
+                    copies.append((other, DiLoCo(other.parameters(), backend=backend, **settings)))
+                    copies[-1][1].load_state_dict(optimizer.state_dict())
+            for each, its in [(model, optimizer), *copies]:
+                train(each, its, range(step, step + 1), backend.rank, 2)
+        assert changed == {True, False}
+        assert all(same_bits(params_of(other), params_of(model)) for other, _ in copies)
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 1)])
 @EVERY_LATE
 def test_at_another_world_size_the_mean_of_what_was_sent_goes_on(streaming, old, new):

@@ -45,7 +45,10 @@ FROZEN = "frozen_alike"
 JOINED = "joined_in_flight"
 """Name, in a parameter group, of the numbers of those that have become trainable while the fragment that they are in
 was in flight, so that nothing of them was sent."""
-OF_A_PART = (FROZEN, JOINED)
+STILL = "frozen_when_sent"
+"""Name, in a parameter group, of the numbers of those that were frozen when each fragment was sent; None where that is
+not known, in a state from before it was saved."""
+OF_A_PART = (FROZEN, JOINED, STILL)
 """What each part of a model has for itself."""
 
 
@@ -120,12 +123,13 @@ class Streaming:
         equal; and of each fragment the local steps of its round so far, the sum of their learning rates, how many
         rounds there were, the sum of squares of its last mean if it was compressed, and steps and rates of what is in
         flight, 0 if nothing is, and from how many replicas; and where fragments are merged eagerly, the numbers of the
-        parameters that all ranks have frozen, as far as they know; and of those that nothing is in flight of."""
+        parameters that all ranks have frozen, as far as they know; of those that nothing is in flight of; and for each
+        fragment of those that were frozen when it was sent."""
         none, nothing = (0,) * self.fragments, (0.0,) * self.fragments
         return {
             "streaming": self.kind, "fragment": 0, "started": False, "fragment_steps": none, "fragment_lr": nothing,
             "fragment_rounds": none, "fragment_squares": nothing, "sent_steps": none, "sent_lr": nothing,
-            "sent_copies": none, FROZEN: (), JOINED: (),
+            "sent_copies": none, FROZEN: (), JOINED: (), STILL: (None,) * self.fragments,
         }  # fmt: skip
 
     def check_period(self, period: int) -> None:

@@ -28,7 +28,7 @@ from commopt.outer.local_steps import too_many_skipped
 from commopt.outer.means import Entry
 from commopt.outer.rounds import RoundDecision, pseudo_gradient
 from commopt.outer.stream_state import forget_sent, keep_sent
-from commopt.outer.streaming import JOINED, Group, Streaming, end_fragment, in_flight, put
+from commopt.outer.streaming import JOINED, STILL, Group, Streaming, end_fragment, in_flight, put
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer
@@ -177,13 +177,23 @@ def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = N
         for p, view in zip(bucket.params, bucket.views(sent[-1])):
             if p in optimizer.sent:
                 view.copy_(optimizer.sent[p])
-    frozen = tuple(i for i, p in enumerate(optimizer.params) if not p.requires_grad or id(p) in joined)
+    frozen = tuple(i for i, p in enumerate(optimizer.params) if id(p) in joined | _still_when_sent(optimizer, fragment))
     report = ending.report(optimizer, error, fragment == optimizer.fragments - 1, sent, frozen)
     means = optimizer.means_of(entries, [flat.clone() if report.finite else torch.zeros_like(flat) for flat in sent])
     where = f"{ending.where_of(optimizer, fragment)}, in flight"
     optimizer.flights.follow(optimizer.params)
     optimizer.flights.launch(Flight(fragment, means, sent, report, frozen, where, joined))
     forget_sent(optimizer, entries)
+
+
+def _still_when_sent(optimizer: OuterOptimizer, fragment: int) -> set[int]:
+    """The ids of the parameters that were frozen when a fragment was sent for the first time; if that is not known, of
+    those that are now."""
+    still = set[int]()
+    for group in optimizer.param_groups:
+        numbers, params = group[STILL][fragment], group["params"]
+        still |= {id(p) for p in params if not p.requires_grad} if numbers is None else {id(params[i]) for i in numbers}
+    return still
 
 
 def note_joined(optimizer: OuterOptimizer, group: Group, before: Collection[int]) -> None:
@@ -215,7 +225,9 @@ def _count_sent(optimizer: OuterOptimizer, fragment: int) -> None:
     copies, sent = optimizer.topology.copies, {id(p) for b, _ in optimizer.entries([fragment]) for p in b.params}
     for group in optimizer.param_groups:
         steps, lr = group["fragment_steps"][fragment], group["fragment_lr"][fragment]
+        still = tuple(i for i, p in enumerate(group["params"]) if not p.requires_grad)
         put(group, fragment, sent_steps=steps, sent_lr=lr, sent_copies=copies, fragment_steps=0, fragment_lr=0.0)
+        put(group, fragment, **{STILL: still})
         group[JOINED] = tuple(i for i in group[JOINED] if id(group["params"][i]) not in sent)
         group["started"] = True
         end_fragment(group, fragment, _streaming(optimizer))
