@@ -123,10 +123,11 @@ def test_at_another_world_size_the_mean_of_what_is_each_ranks_own_is_kept(cls, o
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (4, 1)])
-@pytest.mark.parametrize("bucket_mb", [None, 3e-4])
+@pytest.mark.parametrize(("bucket_mb", "frozen"), [(None, False), (3e-4, False), (None, True)])
 @pytest.mark.parametrize("cls", [DiLoCo, SparseLoCo])
-def test_at_another_world_size_residuals_are_kept(cls, old, new, bucket_mb):
-    """anchor - (mean of worker residuals + server residuals) is the same before and after."""
+def test_at_another_world_size_residuals_are_kept(cls, old, new, bucket_mb, frozen):
+    """anchor - (mean of worker residuals + server residuals) is the same before and after, also of a layer that is
+    frozen where the state is loaded, and unfrozen later."""
 
     def worth(anchor, worker, server):
         return anchor - (worker + server).view(anchor.shape)
@@ -142,8 +143,11 @@ def test_at_another_world_size_residuals_are_kept(cls, old, new, bucket_mb):
 
     def load(backend):
         model = Toy(torch.float64)
+        model.weight.requires_grad_(not frozen)
         optimizer = make(cls, model, backend, compressor=Sign(block=64), bucket_mb=bucket_mb)
         optimizer.load_state_dict(join_state_dict(saved[0][0], [p for _, p in saved], backend.rank, new))
+        model.weight.requires_grad_(True)
+        optimizer.follow_parameters()
         residuals = optimizer.residuals
         state = optimizer.state
         return {i: (state[p]["anchor"], residuals.get(p)) for i, p in enumerate(model.parameters()) if p.requires_grad}

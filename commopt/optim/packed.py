@@ -581,11 +581,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Loads what :meth:`state_dict` or ``join_state_dict`` gave, or the state of a ``torch.optim.Adam``.
 
         Copies into the buffers and keeps their dtypes. The buckets become those that the state was saved with, if that
-        was with the same ``bucket_mb`` in a world like this one: whatever was frozen then or is now. Of a state with
-        the own parts of all ranks (:meth:`consolidate_state_dict`), each rank takes its own; in another world, what
-        ``join_state_dict`` makes of them. Residuals of another rank or world size, or of several ranks mixed by a tool,
-        start again from zero, with one warning; replicas stay identical in any case. Keys that users have added to
-        ``state``, or to a parameter's, are kept as they are.
+        was with the same ``bucket_mb`` in a world like this one, or is of all ranks: whatever was frozen then or now.
+        Of a state with the own parts of all ranks (:meth:`consolidate_state_dict`) each rank takes its own; in another
+        world, what ``join_state_dict`` makes of them. Residuals of another rank or world size, or of several ranks
+        mixed by a tool, start again from zero, with one warning; replicas stay identical in any case. Keys that users
+        have added to ``state``, or to a parameter's, are kept as they are.
 
         Communicates nothing before the first ``step()``, nor without ``overlap=True``. With it, later, all ranks must
         call it at the same point: what a step has begun with in ``backward()``, on any of them, ends without effect.

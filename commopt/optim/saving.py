@@ -49,14 +49,15 @@ def origin_here(buckets: Sequence[StateBucket], params: Sequence[Tensor], topolo
 
 def buckets_of(part: Mapping[str, Any], count: int, topology: Topology) -> list[list[int]]:
     """The numbers of the parameters in the buckets that a rank's own ``part`` is of, if a world like this one, with
-    ``count`` parameters, can make the same ones; empty if that is not known, or cannot be."""
+    ``count`` parameters, can make the same ones, or if it is of all ranks together, which fits those of any world;
+    empty if that is not known, or cannot be."""
     numbers = part.get("buckets")
     if not isinstance(numbers, list) or any(not isinstance(run, list) for run in numbers):
         return []
     flat = [i for run in numbers for i in run]
     fits = all(type(i) is int and 0 <= i < count for i in flat) and len({*flat}) == len(flat)
-    same = part.get("world_size") == topology.world_size and part["rank"] != MERGED
-    return numbers if same and fits and layout_of(numbers, topology) == part["layout"] else []
+    here = part.get("world_size") == topology.world_size and layout_of(numbers, topology) == part["layout"]
+    return numbers if fits and (here or part["rank"] == MERGED) else []
 
 
 def whose(origin: Origin, topology: Topology) -> dict[str, Any]:
