@@ -684,6 +684,36 @@ def test_one_fragment_that_is_never_merged_ends_the_run_though_others_are(stream
     assert f"3 synchronisations in a row were skipped{of}" in said
 
 
+@pytest.mark.parametrize("streaming", [Streaming(1, 1), Streaming(2, 1), Streaming(2, 3)], ids=str)
+def test_a_state_that_one_rank_alone_has_loaded_starts_the_count_of_skips_anew_on_all(streaming):
+    """While nothing is in flight. They raise at the same step, where they tell each other what is not finite."""
+
+    def run(backend):
+        model, loads = Toy(), 0
+        settings = {"lr": 1e-2, "period": 8, "streaming": streaming, "guard": Guard(max_skipped=5)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        for step in range(80):
+            if step >= 24 and not loads and not optimizer.comm_stats()["in_flight"]:
+                assert optimizer.skipped_rounds >= 2
+                loads = step
+                if backend.rank == 1:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            backward(model, step, backend.rank, 2)
+            if backend.rank == 0 and step >= 8:
+                model.weight.data.fill_(math.nan)
+            try:
+                optimizer.step()
+            except NotFinite as error:
+                return step - loads, str(error)
+        return None
+
+    one, other = on_threads(2, run)
+    assert one == other
+    assert one[0] >= 4 * (8 // streaming.fragments)
+    assert "5 synchronisations in a row were skipped" in one[1]
+    assert "not finite are, on rank 0: " in one[1]
+
+
 def test_a_rank_that_stays_nan_ends_the_run_everywhere():
     def run(backend):
         model = Toy()

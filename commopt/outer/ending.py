@@ -292,7 +292,7 @@ def skip(
 ) -> None:
     """Counts a round, of a ``fragment`` or all, that all ranks skip, because of those that are ``broken``. ``why``:
     what of these is not finite, in the same words on all ranks, which tell each other where it is None. ``known``: how
-    many in a row all ranks know of, where they have just said so; None: as many as this one.
+    many in a row all ranks know of, where they have said so; None: as many as this one.
 
     Raises:
         commopt.optim.NotFinite: there were too many.

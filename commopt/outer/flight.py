@@ -58,6 +58,7 @@ class Flight:
         frozen: the numbers of the parameters that were frozen then.
         where: begins errors.
         joined: the ids of the parameters of which nothing was sent, as they have become trainable since it first was.
+        skipped: how many rounds this rank had skipped in all when the flight was launched.
         traffic, receipt: of what it has sent and received; counted when it is done, as that is the same in every run.
         table: the reports of all ranks, by rank, when they have come.
         confirmed: what all ranks say about what they have received, when that has come.
@@ -72,6 +73,7 @@ class Flight:
     frozen: Sequence[int]
     where: str
     joined: Collection[int] = ()
+    skipped: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     receipt: Receipt = field(default_factory=Receipt)
     table: list[list[float]] | None = None

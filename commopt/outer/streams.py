@@ -111,7 +111,8 @@ def _counts(optimizer: OuterOptimizer, flight: Flight) -> bool:
         optimizer.flights.done(flight)
         _take_back(optimizer, flight.fragment)
     if decision is not None:
-        ending.skip(optimizer, decision.broken, fragment=flight.fragment)
+        since = optimizer.skipped_rounds - flight.skipped
+        ending.skip(optimizer, decision.broken, fragment=flight.fragment, known=decision.skipped + since)
     return False
 
 
@@ -182,7 +183,7 @@ def launch(optimizer: OuterOptimizer, fragment: int, error: Exception | None = N
     means = optimizer.means_of(entries, [flat.clone() if report.finite else torch.zeros_like(flat) for flat in sent])
     where = f"{ending.where_of(optimizer, fragment)}, in flight"
     optimizer.flights.follow(optimizer.params)
-    optimizer.flights.launch(Flight(fragment, means, sent, report, frozen, where, joined))
+    optimizer.flights.launch(Flight(fragment, means, sent, report, frozen, where, joined, optimizer.skipped_rounds))
     forget_sent(optimizer, entries)
 
 
