@@ -155,6 +155,23 @@ def test_damage_of_a_mean_is_noticed(name):
         assert unchanged
 
 
+@pytest.mark.parametrize("name", ["OneBitAdam warming up", "CSER", "QSparseLocalSGD, blocks"])
+def test_a_mean_that_all_ranks_receive_alike_and_is_not_finite_is_refused(name):
+    """What was sent and received adds up, so that only the values tell."""
+
+    def run(backend):
+        backend = Damaging(backend.world, backend.rank)
+        model = Used()
+        optimizer = make(name, model.parameters(), backend=backend)
+        train(model, optimizer, range(4), backend.rank, 3)
+        backend.verb, backend.damage = "all_reduce", lambda received: received.view(-1)[3].fill_(math.nan)
+        with pytest.raises(MessageDamaged, match="what rank 0, 1, 2 received holds inf, NaN"):
+            train(model, optimizer, range(4, 40), backend.rank, 3)
+        return all(t.isfinite().all() for t in params_of(model))
+
+    assert on_threads(3, run) == [True] * 3
+
+
 def test_afterwards_steps_are_refused_until_a_state_is_loaded():
     def run(backend):
         backend = Damaging(backend.world, backend.rank)

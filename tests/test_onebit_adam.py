@@ -206,6 +206,23 @@ def test_a_later_freeze_step_lets_what_had_no_variance_move_at_once_in_a_compres
     assert on_threads(2, run) == [("warmup", True)] * 2
 
 
+def test_what_a_compressed_warm_up_leaves_without_a_variance_is_in_no_message_after_it():
+    def run(backend):
+        p = nn.Parameter(torch.zeros(64))
+        optimizer = OneBitAdam(
+            [p], freeze_step=3, compressor=Sign(16), warmup_compressor=Int8(32), guard=Guard(check_every=None),
+            backend=backend,
+        )  # fmt: skip
+        for step in range(8):
+            p.grad = torch.randn(64, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            p.grad[5:9] = 0
+            optimizer.step()
+        still = [optimizer.state[p]["exp_avg"][5:9], optimizer.residuals[p]["worker_error"][5:9], p.detach()[5:9]]
+        return optimizer.phase, any(bool(t.any()) for t in still), bool(optimizer.state[p]["exp_avg"][:5].all())
+
+    assert on_threads(2, run) == [("compressed", False, True)] * 2
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_without_loss_the_compressed_phase_is_adam_with_a_frozen_variance(world_size):
     """Identity compressor against torch.optim.Adam whose exp_avg_sq and second clock are put back after each step."""
