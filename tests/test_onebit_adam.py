@@ -861,6 +861,39 @@ def test_a_second_warm_up_wakes_what_was_masked():
         assert moved.all()
 
 
+def test_the_mask_follows_a_variance_that_is_changed_in_place():
+    def change(p, optimizer, step):
+        optimizer.state[p]["exp_avg_sq"].fill_(1.0)
+
+    for moved in on_threads(2, lambda backend: half_then_whole(backend, change)):
+        assert moved.all()
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_run_whose_variance_was_zeroed_in_place_is_the_one_that_is_resumed_then(cls, overlap):
+    """As of rows that start anew. 1-bit LAMB went on to divide their momentum by eps."""
+
+    def run(backend, resumed):
+        params = some_params([(40,), (24,)])
+        settings = {"freeze_step": 3, "compressor": Sign(16), "thaw": "never", "overlap": overlap, "backend": backend}
+        optimizer = cls(params, lr=0.01, **settings)
+        for step in range(9):
+            if step == 5:
+                optimizer.state[params[0]]["exp_avg_sq"][20:24].zero_()
+            if step == 5 and resumed:
+                state, params = optimizer.state_dict(), [nn.Parameter(p.detach().clone()) for p in params]
+                optimizer = cls(params, lr=0.01, **settings)
+                optimizer.load_state_dict(state)
+            generator = torch.Generator().manual_seed(10 * step + backend.rank)
+            give(params, [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in params])
+            optimizer.step()
+        return params_of(nn.ParameterList(params))
+
+    for kept, resumed in zip(*(on_threads(2, lambda b, r=r: run(b, r)) for r in (False, True))):
+        assert same_bits(kept, resumed)
+
+
 def test_the_mask_follows_a_state_that_is_loaded():
     def load_another(p, optimizer, step):
         state = optimizer.state_dict()

@@ -18,17 +18,21 @@ Run = tuple[int, int]
 
 def active_mask(bucket: StateBucket) -> Tensor:
     """The mask of the elements whose variance is not 0, (padded / 8,) uint8: only they are sent and move. Of all but
-    the padding, where there is no variance. It stays until ``bucket.active`` is unset."""
+    the padding, where there is no variance. It stays until the variance is written to, by whomever, or
+    ``bucket.active`` is unset."""
     if "exp_avg_sq" not in bucket.buffers:
         return padding_mask(bucket)
-    if bucket.active is None:
-        bucket.active = _nonzero(bucket["exp_avg_sq"])
+    v = bucket["exp_avg_sq"]
+    version = None if v.is_inference() else v._version
+    if bucket.active is None or bucket.active_of != ("exp_avg_sq", version):
+        bucket.active, bucket.active_of = _nonzero(v), ("exp_avg_sq", version)
     return bucket.active
 
 
 def padding_mask(bucket: StateBucket) -> Tensor:
-    """The mask of all elements but the padding, (padded / 8,) uint8; it stays as that of :func:`active_mask` does."""
+    """The mask of all elements but the padding, (padded / 8,) uint8; it stays until ``bucket.active`` is unset."""
     if bucket.active is None:
+        bucket.active_of = ()
         used = bucket.zeros()
         used[: bucket.numel] = 1
         bucket.active = _nonzero(used)

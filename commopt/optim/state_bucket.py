@@ -38,6 +38,7 @@ class StateBucket(Bucket):
         fragment: which of the fragments of its optimizer it is in, where that has several.
         active: bit mask of the elements that take part in compressed exchanges, (padded / 8,) uint8; None before it is
             known, and for all. Derived, not state: it is not saved.
+        active_of: the buffer whose zeros ``active`` leaves out, and torch's count of what has written to it.
         standing: the mask ``active`` that there was when something was taken of a variance that stands, and that.
             Derived, not saved.
         nonzero: of each parameter, elements of its last mean gradient that are not 0; empty where they are not counted.
@@ -60,6 +61,7 @@ class StateBucket(Bucket):
     chunks: list[Chunk] = field(init=False, default_factory=list)
     fragment: int = field(init=False, default=0)
     active: Tensor | None = field(init=False, default=None)
+    active_of: tuple[Any, ...] = field(init=False, default=(), repr=False)
     standing: tuple[Tensor, Any] | None = field(init=False, default=None, repr=False)
     nonzero: list[float] = field(init=False, default_factory=list, repr=False)
     neighbours: list[Tensor] = field(init=False, default_factory=list)
