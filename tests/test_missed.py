@@ -130,3 +130,18 @@ def test_ranks_that_hold_another_part_of_a_model_begin_anew_with_those_that_have
     found = on_threads(4, run)
     assert [kinds for kinds, _ in found] == [found[0][0]] * 4
     assert [moved for _, moved in found[1::2]] == [True, True]
+
+
+def test_what_counts_is_the_first_of_several_gradients_between_two_refreshes():
+    """Refreshes at steps 1, 3 and 7; gradients of the second parameter at 4, 5 and 6."""
+
+    def run(backend):
+        params = [nn.Parameter(torch.zeros(16)) for _ in range(2)]
+        optimizer = ZeroOneAdam(params, variance=VariancePolicy(kappa=1), backend=backend)
+        for step in range(1, 7):
+            params[0].grad = torch.ones(16)
+            params[1].grad = torch.ones(16) if step >= 4 else None
+            optimizer.step()
+        return float(optimizer.state[params[1]]["missed_at"])
+
+    assert on_threads(2, run) == [4.0, 4.0]
