@@ -27,7 +27,7 @@ from commopt import (
 )
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
-from commopt.optim import join_state_dict, replicas, split_state_dict
+from commopt.optim import following, join_state_dict, replicas, split_state_dict
 from commopt.optim.calls import StepRefused
 from commopt.outer import RandomSign
 
@@ -147,7 +147,7 @@ def test_at_another_world_size_residuals_are_kept(cls, old, new, bucket_mb, froz
         optimizer = make(cls, model, backend, compressor=Sign(block=64), bucket_mb=bucket_mb)
         optimizer.load_state_dict(join_state_dict(saved[0][0], [p for _, p in saved], backend.rank, new))
         model.weight.requires_grad_(True)
-        optimizer.follow_parameters()
+        following.follow_parameters(optimizer)
         residuals = optimizer.residuals
         state = optimizer.state
         return {i: (state[p]["anchor"], residuals.get(p)) for i, p in enumerate(model.parameters()) if p.requires_grad}
