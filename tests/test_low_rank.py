@@ -34,7 +34,9 @@ def test_ranks_that_multiply_with_other_numbers_of_threads_are_refused(monkeypat
     """Each makes the same products, which torch rounds by the number of its threads: replicas would drift apart."""
 
     def run(backend: ThreadBackend, method: Any) -> None:
-        monkeypatch.setattr("commopt.gradients.handle.torch.get_num_threads", lambda: 1 + ranks[threading.get_ident()])
+        monkeypatch.setattr(
+            "commopt.gradients.connecting.torch.get_num_threads", lambda: 1 + ranks[threading.get_ident()]
+        )
         ranks[threading.get_ident()] = backend.rank
         commopt.compress_gradients(Given([(12, 9)]), method, backend=backend)
 
