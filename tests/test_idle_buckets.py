@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from every import make
+from given import Given
 from torch import nn
-from worlds import on_threads, same_bits, some_grads, tensors_in
+from worlds import all_tensors, on_threads, same_bits, some_grads, tensors_in
+
+import commopt
+from commopt.compress import ACP, Int4, PowerSGD, Sign, TopBlocks, TopK
+from commopt.gradients.mean import GradientMean
 
 SIZES = [(64, 3), (40,), (300,), (17, 5), (130,), (2, 50)]
 NAMES = [
@@ -46,7 +51,7 @@ def test_what_rests_is_as_if_it_had_been_sent(name, overlap, ranks_per_node):
         runs = []
         for sends_all in (False, True):
             params = parameters()
-            optimizer = make(name, params, overlap=overlap, bucket_mb=1e-3, backend=ranks)
+            optimizer = make(name, params, overlap=overlap, bucket_mb=2e-3, backend=ranks)
             assert len(optimizer.buckets) > 2
             if sends_all:
                 optimizer.touches_absent = lambda group: True
@@ -66,7 +71,7 @@ def test_what_rests_is_as_if_it_had_been_sent(name, overlap, ranks_per_node):
 def test_a_compressed_step_sends_the_buckets_that_have_gradients_and_no_others(name, overlap):
     def run(backend):
         params = parameters()
-        optimizer = make(name, params, overlap=overlap, bucket_mb=1e-3, backend=backend)
+        optimizer = make(name, params, overlap=overlap, bucket_mb=2e-3, backend=backend)
 
         def sent(*buckets) -> int:
             chosen = {id(p) for bucket in buckets for p in bucket.params}
@@ -83,3 +88,34 @@ def test_a_compressed_step_sends_the_buckets_that_have_gradients_and_no_others(n
         assert sum(alone) == sent(*optimizer.buckets)
 
     on_threads(2, run)
+
+
+METHODS = [Sign(16), Int4(16), TopK(4, 64), TopBlocks(0.5, 16), PowerSGD(1), ACP(1)]
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_means_of_what_rests_are_as_if_they_had_been_sent(method, feedback, ranks_per_node, monkeypatch):
+    def run(backend):
+        ranks = backend if ranks_per_node == 1 else backend.nodes(ranks_per_node)
+        model = Given(SIZES)
+        handle = commopt.compress_gradients(model, method, feedback=feedback, bucket_mb=2e-3, backend=ranks)
+        assert len(handle.mean.buckets) > 2
+        means, sent = [], []
+        for step in range(14):
+            if not present(step):  # a backward has a gradient at least
+                continue
+            grads = some_grads(SIZES, step, backend.rank)
+            model.backward([g if i in present(step) else None for i, g in enumerate(grads)])
+            means += model.take()
+            sent.append(handle.comm_stats()["step"]["bytes"])
+        return means, all_tensors(handle.state_dict()), sent
+
+    rested = on_threads(2 * ranks_per_node, run)
+    monkeypatch.setattr(GradientMean, "_is_idle", lambda *_: False)
+    for (means, state, sent), (others, theirs, all_sent) in zip(rested, on_threads(2 * ranks_per_node, run)):
+        assert [m is None for m in means] == [m is None for m in others]
+        assert same_bits([m for m in means if m is not None], [m for m in others if m is not None])
+        assert same_bits(state, theirs)
+        assert sum(sent) < sum(all_sent)

@@ -228,9 +228,7 @@ class GradientMean:
         self._kept.clear()
         self._doubtful = False
         self._find_absent()
-        while self._started < len(self.buckets):
-            params = self.buckets[self._started].params
-            self._start_next([i for i, p in enumerate(params) if id(p) in self._nowhere])
+        self._start_rest()
         self._pipeline.finish()  # each is written as it comes, while the others are on their way
         if self._watch is not None:
             self._watch.end()
@@ -337,6 +335,20 @@ class GradientMean:
             elif id(p) not in self._gradients and p.grad is not None:  # that of earlier passes
                 settle([p])
                 self._gradients[id(p)] = local(p.grad)
+
+    def _start_rest(self) -> None:
+        """Starts the buckets that are left, but for those that rest."""
+        while self._started < len(self.buckets):
+            bucket = self.buckets[self._started]
+            absent = [i for i, p in enumerate(bucket.params) if id(p) in self._nowhere]
+            if self._is_idle(bucket, absent):
+                self._started += 1
+            else:
+                self._start_next(absent)
+
+    def _is_idle(self, bucket: StateBucket, absent: Sequence[int]) -> bool:
+        """True if nothing of ``bucket`` has a gradient on any rank: it is not sent, and its residuals stay."""
+        return len(absent) == len(bucket.params)
 
     def _run_down(self) -> None:
         """Ends a mean that all ranks refuse, so that all have started the same collectives. Writes nothing."""
