@@ -193,9 +193,9 @@ class CommOptimizer(PackedOptimizer):
         bucket.nonzero = []
 
     def touches_absent(self, group: dict[str, Any]) -> bool:
-        """True if the group's next step changes something of parameters that have no gradient on any rank: the others
-        hear of them then, too."""
-        return False
+        """True if the group's next step may change something of parameters that have no gradient on any rank: the other
+        ranks hear of these then, too."""
+        return self.is_local(group) or self.replicas_differ
 
     def phase_of(self, group: dict[str, Any]) -> str:
         """Phase of the group's next step."""

@@ -350,9 +350,6 @@ class ZeroOneAdam(CommOptimizer):
         if bucket.feedback is not None and self.kind_of(group) != "exact":
             floor.raise_in_blocks(bucket, group, self.compressor)
 
-    def touches_absent(self, group: dict[str, Any]) -> bool:
-        return self.is_local(group) or group["local_steps"] > 0
-
     def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_v, and every step of what one rank alone holds: Adam on the mean gradient."""
         g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
