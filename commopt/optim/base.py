@@ -392,13 +392,7 @@ class CommOptimizer(PackedOptimizer):
         unscale = 1 / float(getattr(self, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
         if refused is None:
             self._notice_scaler()
-        refused = refused or step_report.refusal(self, overlapped, unscale)
-        report = step_report.report_of(self, step.params, unscale, refused)
-        if local:
-            report = step_report.of_local_step(self, report, step)
-        else:
-            self.before_agreement(report)
-            report = step_report.with_comparison(self, report, step.number)
+        report = step_report.report_of(self, step, local, overlapped, unscale, refused)
         over, holders = (_ALONE, None) if local else (self.agrees_over, self.holders())
         decision = step.run(
             report, over, overlapped, self.buckets, lambda decision: self._clip(decision) * unscale, holders

@@ -20,6 +20,30 @@ if TYPE_CHECKING:
     from commopt.optim.base import CommOptimizer
 
 
+def report_of(
+    optimizer: CommOptimizer,
+    step: StepInFlight,
+    local: bool,
+    overlapped: bool,
+    unscale: float,
+    refused: Exception | None,
+) -> StepReport:
+    """This rank's report on ``step``.
+
+    Args:
+        step: its parameters are known.
+        local: whether it is local.
+        overlapped: whether its buckets start in backward.
+        unscale: what gradients are to be multiplied by.
+        refused: why this rank cannot take it, if that is known.
+    """
+    report = _of_gradients(optimizer, step.params, unscale, refused or _refusal(optimizer, overlapped, unscale))
+    if local:
+        return _of_local_step(optimizer, report, step)
+    optimizer.before_agreement(report)
+    return _with_comparison(optimizer, report, step.number)
+
+
 def follow(optimizer: CommOptimizer, step: StepInFlight) -> Exception | None:
     """Follows parameters that were moved, cast or unfrozen, and assigned state; what forbids this step if something
     else was done to them. The other ranks hear of it when they agree."""
@@ -50,7 +74,7 @@ def follow(optimizer: CommOptimizer, step: StepInFlight) -> Exception | None:
     return None
 
 
-def refusal(optimizer: CommOptimizer, overlapped: bool, unscale: float) -> Exception | None:
+def _refusal(optimizer: CommOptimizer, overlapped: bool, unscale: float) -> Exception | None:
     """Error that forbids the step on this rank: a setting of it, or that buckets have started in backward, or would
     have."""
     if overlapped and unscale != 1:
@@ -78,8 +102,10 @@ def blame(optimizer: CommOptimizer, error: Exception) -> Exception:
     return error
 
 
-def report_of(optimizer: CommOptimizer, params: list[Tensor], unscale: float, refused: Exception | None) -> StepReport:
-    """This rank's report on a step of ``params``, whose gradients are to be multiplied by ``unscale``."""
+def _of_gradients(
+    optimizer: CommOptimizer, params: list[Tensor], unscale: float, refused: Exception | None
+) -> StepReport:
+    """Report on a step of ``params``, whose gradients are to be multiplied by ``unscale``."""
     present = [p.grad is not None for p in params]
     if refused is not None:
         return StepReport(0.0, present, False, refused)
@@ -109,7 +135,7 @@ def report_of(optimizer: CommOptimizer, params: list[Tensor], unscale: float, re
     return StepReport(square, present, unaveraged, gradients=gradients, growth=growth, unmoved=optimizer.unmoved())
 
 
-def of_local_step(optimizer: CommOptimizer, report: StepReport, step: StepInFlight) -> StepReport:
+def _of_local_step(optimizer: CommOptimizer, report: StepReport, step: StepInFlight) -> StepReport:
     """``report`` of the local ``step``, with what the ranks that hold a replica together bring to it; gradients that
     are inf or NaN count as missing."""
     where = f"{type(optimizer).__name__}, step {step.number}"
@@ -122,7 +148,7 @@ def of_local_step(optimizer: CommOptimizer, report: StepReport, step: StepInFlig
     return dataclasses.replace(report, square_norm=square, error=error)
 
 
-def with_comparison(optimizer: CommOptimizer, report: StepReport, number: int) -> StepReport:
+def _with_comparison(optimizer: CommOptimizer, report: StepReport, number: int) -> StepReport:
     """``report`` of step ``number``, with what the ranks compare."""
     groups = optimizer.param_groups
     terms = [as_numbers(group, optimizer.defaults) for group in groups]
