@@ -66,6 +66,54 @@ def test_what_rests_is_as_if_it_had_been_sent(name, overlap, ranks_per_node):
     on_threads(2 * ranks_per_node, run)
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "element"])
+def test_what_rests_while_a_variance_moves_again_has_new_coefficients_when_that_stands(scaling):
+    """After each step, as a state may be saved there."""
+
+    def run(backend):
+        runs = []
+        for sends_all in (False, True):
+            params = parameters()
+            optimizer = make("OneBitLamb", params, scaling=scaling, bucket_mb=1e-3, backend=backend)
+            if sends_all:
+                optimizer.touches_absent = lambda group: True
+            states = []
+            for step in range(12):
+                if step == 5:
+                    optimizer.param_groups[0]["freeze_step"] = 8
+                for i, (p, g) in enumerate(zip(params, some_grads(SIZES, step, backend.rank))):
+                    p.grad = None if 5 <= step < 10 and i > 3 else g.to(p.dtype) * (1 + step)
+                optimizer.step()
+                states.append(tensors_in(optimizer.state_dict()))
+            runs.append((params, states))
+        (rested, states), (moved, others) = runs
+        assert same_bits(rested, moved)
+        assert all(map(same_bits, states, others))
+        assert not same_bits(states[4], states[9])
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"])
+def test_a_bucket_of_empty_parameters_starts_alike_on_all_ranks(name):
+    """It waits for no gradient: one rank starts it in backward, another after the ranks have agreed."""
+
+    def run(backend):
+        params, empty = parameters(), nn.Parameter(torch.zeros(0, 3))
+        groups = [{"params": params}, {"params": [empty]}]
+        optimizer = make(name, groups, overlap=True, bucket_mb=1e-3, backend=backend)
+        assert [p.numel() for p in optimizer.buckets[-1].params] == [0]
+        for step in range(8):
+            optimizer.zero_grad()
+            here = params if backend.rank == 0 or step % 2 else params[1:]
+            sum((p * (1 + step + backend.rank)).sum() for p in here).backward()
+            optimizer.step()
+        return params
+
+    first, second = on_threads(2, run, timeout=20)
+    assert same_bits(first, second)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "OneBitLion"])
 def test_a_compressed_step_sends_the_buckets_that_have_gradients_and_no_others(name, overlap):

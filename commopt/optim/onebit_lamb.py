@@ -235,8 +235,16 @@ class OneBitLamb(WarmupOptimizer):
             if average is None:
                 _average(state, ratio, group["coeff_beta"])
 
-    def raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
-        floor.set_variance(bucket, floor.raised_in_tensors(bucket, group, self.compressor))
+    def idle(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
+        yield from super().idle(bucket, group, ctx)
+        if not self._compresses(bucket, group):
+            bucket.numbers["scaling_coeff"].zero_()
+
+    def stand(self, bucket: StateBucket, group: dict[str, Any]) -> None:
+        raised = floor.raised_in_tensors(bucket, group, self.compressor)
+        k = self._scaling(bucket, group, raised)
+        floor.set_variance(bucket, raised)
+        self._switch(bucket, k)
 
     def _scaling(self, bucket: StateBucket, group: dict[str, Any], v: Tensor) -> list[float]:
         """k of each parameter, 1 where each element has its own; not stored yet where it is new."""

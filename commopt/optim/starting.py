@@ -36,7 +36,7 @@ def _starter(optimizer: CommOptimizer) -> Starter:
 
     def task(bucket: StateBucket, ctx: StepContext) -> Iterator[Work]:
         group = group_of(bucket)
-        rests = len(ctx.absent(bucket)) == len(bucket.params) and not optimizer.touches_absent(group)
+        rests = _rests(bucket, ctx) and not optimizer.touches_absent(group)
         return (optimizer.idle if rests else optimizer.bucket_step)(bucket, group, ctx)
 
     def has_stages(bucket: StateBucket) -> bool:  # without nodes an average is one collective
@@ -52,6 +52,12 @@ def _starter(optimizer: CommOptimizer) -> Starter:
         channels=channels,
         stale=functools.partial(following.stale, optimizer),
     )
+
+
+def _rests(bucket: StateBucket, ctx: StepContext) -> bool:
+    """True if no parameter of ``bucket`` has a gradient on any rank; the same on all of them. One of empty parameters
+    alone waits for no gradient, and so may start before that is known on some ranks: it never rests."""
+    return len(ctx.absent(bucket)) == len(bucket.params) and any(p.numel() for p in bucket.params)
 
 
 def in_backward(optimizer: CommOptimizer) -> bool:

@@ -128,10 +128,10 @@ class WarmupOptimizer(CommOptimizer):
     def idle(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         yield from super().idle(bucket, group, ctx)
         if self._compresses(bucket, group):
-            self.raise_variance(bucket, group)
+            self.stand(bucket, group)
 
-    def raise_variance(self, bucket: StateBucket, group: dict[str, Any]) -> None:
-        """Raises a variance that stands from now on, as a compressed step does."""
+    def stand(self, bucket: StateBucket, group: dict[str, Any]) -> None:
+        """Does to a variance that stands from now on what its first compressed step does."""
         floor.raise_in_blocks(bucket, group, self.compressor)
 
     def warmup(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
