@@ -681,6 +681,23 @@ def test_models_whose_gradients_come_in_another_order_on_each_rank_are_averaged(
         assert fails or same_bits(gradients, ranks[0][2])
 
 
+def test_after_gradients_that_came_outside_of_a_backward_the_next_backward_is_averaged():
+    def rank(backend: ThreadBackend) -> Tensor | None:
+        model = nn.Linear(4, 3)
+        commopt.compress_gradients(model, Identity(), backend=backend)
+        hooks = list(model.weight._post_accumulate_grad_hooks.values())
+        model.weight.grad = torch.ones(3, 4)
+        with pytest.raises(RuntimeError, match=r"came outside of a backward\(\)"):
+            hooks[0](model.weight)
+        model.zero_grad()
+        (model.weight.sum() * (1 + backend.rank)).backward()
+        return model.weight.grad
+
+    for gradient in on_threads(2, rank, timeout=20):
+        assert gradient is not None
+        assert gradient.unique().tolist() == [1.5]
+
+
 def test_one_rank_that_is_wrong_is_an_error_on_all():
     def run(backend: ThreadBackend) -> None:
         with pytest.raises(ValueError, match=r"settings or kernel providers differ between ranks: rank 1 has .*Sign"):

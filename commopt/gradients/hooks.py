@@ -180,6 +180,7 @@ class ParameterHooks:
             try:
                 _End.add(self._number, self._mean, alone=self._known is None)
             except RuntimeError as error:
+                self._mean.forget()  # the next backward begins another
                 raise RuntimeError(
                     "gradients came outside of a backward(), as those of a stage of torch.distributed.pipelining that "
                     "FSDP2 cuts, so that nobody would say when all have come: wrap the stage's module in "
