@@ -167,3 +167,22 @@ def test_means_of_what_rests_are_as_if_they_had_been_sent(method, feedback, rank
         assert same_bits([m for m in means if m is not None], [m for m in others if m is not None])
         assert same_bits(state, theirs)
         assert sum(sent) < sum(all_sent)
+
+
+def test_means_of_a_bucket_of_empty_parameters_are_begun_alike_on_all_ranks():
+    """It waits for no gradient: one rank starts it in backward, another when it knows which gradients there are."""
+
+    def run(backend):
+        model = nn.ParameterList([*parameters()[:2], torch.zeros(0, 3, dtype=torch.float64)])
+        handle = commopt.compress_gradients(model, Sign(), bucket_mb=1e-4, backend=backend)
+        assert [[p.numel() for p in bucket.params] for bucket in handle.mean.buckets] == [[40], [0], [192]]
+        gradients = []
+        for step in range(4):
+            model.zero_grad()
+            here = model[:2] if backend.rank == 0 or step % 2 else model[:1]
+            sum((p * (1 + step + backend.rank)).sum() for p in here).backward()
+            gradients += [p.grad for p in model[:2]]
+        return gradients
+
+    first, second = on_threads(2, run, timeout=20)
+    assert same_bits(first, second)

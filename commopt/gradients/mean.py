@@ -347,8 +347,9 @@ class GradientMean:
                 self._start_next(absent)
 
     def _is_idle(self, bucket: StateBucket, absent: Sequence[int]) -> bool:
-        """True if nothing of ``bucket`` has a gradient on any rank: it is not sent, and its residuals stay."""
-        return len(absent) == len(bucket.params)
+        """True if nothing of ``bucket`` has a gradient on any rank: it is not sent, and its residuals stay. One of
+        empty parameters alone is always sent: it waits for none, so that some ranks may start it before they know."""
+        return len(absent) == len(bucket.params) and any(p.numel() for p in bucket.params)
 
     def _run_down(self) -> None:
         """Ends a mean that all ranks refuse, so that all have started the same collectives. Writes nothing."""
