@@ -118,6 +118,7 @@ def test_between_two_rounds_it_is_refused_and_nothing_is_lost(
 
         def moved() -> None:
             move(net, optimizer)
+            optimizer.state_dict()
             train(net, optimizer, range(7, 8), backend.rank)
 
         with pytest.raises(ValueError, match="was put into another group between two rounds, where replicas differ"):
@@ -185,6 +186,49 @@ def test_with_overlap_it_may_be_done_between_two_steps() -> None:
 
     a, b = on_threads(RANKS, run)
     assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("freeze_step", [2, 100])
+def test_between_backward_and_step_it_may_be_done_where_nothing_was_sent_yet(freeze_step: int, saves: bool) -> None:
+    """With overlap, that is, where there is one bucket."""
+
+    def run(backend: ThreadBackend, overlap: bool) -> list[torch.Tensor]:
+        net = model()
+        groups = [{"params": list(net.parameters())}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.0}]
+        groups[1]["params"][0].requires_grad_(False)
+        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=freeze_step, overlap=overlap, backend=backend)
+        for number in range(6):
+            net.zero_grad()
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+            if number == 3:
+                into_another(net, optimizer)
+                if saves:
+                    optimizer.state_dict()
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    for plain, overlapped in zip(*(on_threads(RANKS, lambda b, o=o: run(b, o)) for o in (False, True))):
+        assert same_bits(plain, overlapped)
+
+
+def test_a_parameter_that_was_taken_away_before_backward_is_named_as_that_with_overlap() -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        optimizer = OneBitAdam(net.parameters(), lr=1e-2, freeze_step=2, overlap=True, bucket_mb=1e-6, backend=backend)
+        for number in range(5):
+            net.zero_grad()
+            params = optimizer.param_groups[0]["params"]
+            gone = [params.pop()] if number == 3 else []
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+            if gone:
+                with pytest.raises(ValueError, match="1 of 4 parameters are gone from the parameter groups"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            params += gone
+
+    on_threads(RANKS, run)
 
 
 def test_a_rank_that_moves_one_alone_is_told() -> None:

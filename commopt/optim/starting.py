@@ -24,13 +24,16 @@ def new_step(optimizer: CommOptimizer) -> StepInFlight:
 
 
 def _starter(optimizer: CommOptimizer) -> Starter:
-    groups = optimizer.group_of()
+    groups, registered = optimizer.group_of(), optimizer._registered
 
     def group_of(bucket: StateBucket) -> dict[str, Any]:
+        nonlocal groups, registered
+        if registered is not optimizer._registered:  # parameters were put into other groups since
+            groups, registered = optimizer.group_of(), optimizer._registered
         key = id(bucket.params[0])
         if key not in groups:  # added since, or exchanged: then the step is refused
-            registered = zip(optimizer._registered, optimizer.param_groups)
-            groups.update({id(p): group for params, group in registered for p in params})
+            known = zip(registered, optimizer.param_groups)
+            groups.update({id(p): group for params, group in known for p in params})
             groups.update(optimizer.group_of())
         return groups.get(key, optimizer.param_groups[0])
 
