@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from every import make
@@ -12,6 +14,7 @@ from worlds import all_tensors, on_threads, same_bits, some_grads, tensors_in
 import commopt
 from commopt.compress import ACP, Int4, PowerSGD, Sign, TopBlocks, TopK
 from commopt.gradients.mean import GradientMean
+from commopt.optim import VariancePolicy, settling
 
 SIZES = [(64, 3), (40,), (300,), (17, 5), (130,), (2, 50)]
 NAMES = [
@@ -186,3 +189,73 @@ def test_means_of_a_bucket_of_empty_parameters_are_begun_alike_on_all_ranks():
 
     first, second = on_threads(2, run, timeout=20)
     assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_a_step_that_is_skipped_though_it_has_begun_in_backward_leaves_what_rests_alone(name):
+    """The first one in which a variance that stands is raised."""
+
+    def run(backend):
+        params = parameters()
+        optimizer = make(name, params, overlap=True, bucket_mb=1e-3, backend=backend)
+        for _ in range(3 if name == "ZeroOneAdam" else 2):
+            for p, g in zip(params, some_grads(SIZES, 1, backend.rank)):
+                p.grad = g.to(p.dtype)
+            optimizer.step()
+        optimizer.zero_grad()
+        before = [t.clone() for bucket in optimizer.buckets for t in bucket.buffers.values()]
+        params[0].grad = torch.full_like(params[0], math.nan)
+        optimizer.step()
+        assert optimizer.skipped_steps == 1
+        assert same_bits(before, [t for bucket in optimizer.buckets for t in bucket.buffers.values()])
+
+    on_threads(2, run)
+
+
+def test_a_variance_that_is_refreshed_stays_where_it_rests():
+    def run(backend):
+        params = parameters()
+        optimizer = make("ZeroOneAdam", params, variance=VariancePolicy(9, 9), bucket_mb=1e-3, backend=backend)
+        for chosen in (params, params, params[:1]):
+            before = [optimizer.state[p]["exp_avg_sq"].clone() for p in params[1:]]
+            for p, g in zip(params, some_grads(SIZES, 1, backend.rank)):
+                p.grad = g.to(p.dtype) if p is params[0] or chosen is params else None
+            optimizer.step()
+        assert same_bits(before, [optimizer.state[p]["exp_avg_sq"] for p in params[1:]])
+
+    on_threads(2, run)
+
+
+def test_what_rests_has_no_gradients_that_could_be_few():
+    """Though of those that came last few elements had one."""
+
+    def run(backend):
+        table, other = (nn.Parameter(torch.zeros(n)) for n in (300, 200))
+        optimizer = commopt.OneBitAdam([table, other], freeze_step="auto", bucket_mb=1e-3, backend=backend)
+        of_table = optimizer.buckets[1]
+        for step in range(1, 22):
+            other.grad = torch.ones(200)
+            table.grad = None if step == 21 else (torch.arange(300) % 20 == step % 20).float()
+            optimizer.step()
+            found = [p is table for p in settling.rarely_updated(of_table)]
+            assert found == [True] * settling.is_look(step), step
+
+    on_threads(2, run)
+
+
+def test_what_rests_at_a_reset_is_the_same_on_all_ranks_after_it():
+    """Each rank owes the others what it has not sent in the steps before."""
+
+    def run(backend):
+        params = parameters()
+        optimizer = make("QSparseLocalSGD", params, period=3, bucket_mb=1e-3, backend=backend)
+        for step in range(3):
+            before = [p.detach().clone() for p in params]
+            for p, g in zip(params, some_grads(SIZES, step, backend.rank)):
+                p.grad = g.to(p.dtype) if step < 2 or p is params[0] else None
+            optimizer.step()
+        return before, [p.detach() for p in params]
+
+    (before, after), (other, same) = on_threads(2, run)
+    assert not any(torch.equal(a, b) for a, b in zip(before, other))
+    assert same_bits(after, same)

@@ -277,6 +277,25 @@ def test_what_one_rank_alone_holds_beside_what_has_replicas_takes_plain_steps(na
         assert same_bits([p for p in params if p.dim() == 2], trained(LocalBackend(), (2,), rank))
 
 
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam"])
+def test_what_one_rank_alone_holds_and_has_no_gradient_stays_though_the_variance_of_the_rest_is_raised(name):
+    settings = {"sync": SyncPolicy(1, None, 1)} if name == "ZeroOneAdam" else {}
+
+    def ours(backend: Any) -> None:
+        grid, params = backend.sharded(1), own_params(0)
+        optimizer = make(name, params, backend=Alone(grid.world, grid.inside, grid.replicas), **settings)
+        alone = [p for p in params if p.dim() == 2]
+        for step in range(6):
+            before = [optimizer.state[p]["exp_avg_sq"].clone() for p in alone]
+            give(params, own_grads(0, step, backend.rank, True))
+            for p in alone if step > 2 else ():
+                p.grad = None
+            optimizer.step()
+            assert same_bits(before, [optimizer.state[p]["exp_avg_sq"] for p in alone]) == (step > 2)
+
+    on_threads(2, ours)
+
+
 def test_what_one_rank_alone_holds_is_no_error_of_averages():
     def ours(backend: Any) -> None:
         grid = backend.sharded(1)
