@@ -10,7 +10,7 @@ import pytest
 import torch
 from every import GOSSIP, OUTER, every_variant, make
 from torch import Tensor
-from worlds import Toy, Used, on_threads, params_of, same_bits, tensors_in, train
+from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import CSER, Guard, OneBitAdam
 from commopt.comm import MessageDamaged, ThreadBackend
@@ -235,6 +235,23 @@ def test_what_is_sound_is_what_can_be_right():
     assert not Sign().is_sound(bad, 64)
 
 
+def test_damage_of_what_a_step_has_sent_that_was_given_up_is_no_error_of_the_next_one():
+    def run(backend):
+        backend = Damaging(backend.world, backend.rank)
+        model = Used()
+        optimizer = make("OneBitAdam overlapping", model.parameters(), bucket_mb=1e-4, backend=backend)
+        train(model, optimizer, range(4), backend.rank, 2)
+        if backend.rank == 1:
+            backend.verb, backend.damage = "all_to_all", bit
+        backward(model, 4, backend.rank, 2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert backend.damage is None
+        train(model, optimizer, range(4, 6), backend.rank, 2)
+        return params_of(model)
+
+    assert same_bits(*on_threads(2, run))
+
+
 @every_variant
 def test_undamaged_runs_are_never_refused(name):
     def run(backend):
@@ -271,3 +288,12 @@ def test_a_mean_model_is_confirmed_as_well(c2):
 def test_nothing_sums_up_to_0(rows, dtype):
     """As of an empty parameter that has a bucket to itself."""
     assert row_sums(torch.empty(0, dtype=dtype), rows).tolist() == [0] * rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_a_message_sums_up_to_the_same_wherever_it_lies(dtype):
+    """As a view of a buffer that does not begin at a whole word."""
+    message = torch.arange(48, dtype=torch.uint8).view(dtype)
+    shifted = torch.cat([message[:1], message])[1:]
+    assert shifted.storage_offset() == 1
+    assert row_sums(shifted, 3).tolist() == row_sums(message, 3).tolist()

@@ -16,7 +16,7 @@ from worlds import on_threads, same_bits, tensors_in
 from commopt import OneBitAdam, OneBitLamb, ZeroOneAdam
 from commopt.comm import ThreadBackend
 from commopt.compress import Compressor, Identity, Int4, Sign, TopK
-from commopt.optim import VariancePolicy
+from commopt.optim import VariancePolicy, thaw
 
 
 def some_v(numel: int, dtype: torch.dtype) -> Tensor:
@@ -329,3 +329,39 @@ def test_a_variance_that_comes_into_a_compressed_group_is_raised(grows):
         return largest_step(params, optimizer, range(20, 25), backend.rank)
 
     assert all(0.5 < most < 15 for most in on_threads(2, run))
+
+
+def test_a_variance_is_raised_once_more_by_a_share_that_is_set_later():
+    def run(backend: ThreadBackend) -> list[list[float]]:
+        p = nn.Parameter(torch.zeros(128, dtype=torch.float64))  # the whole buffer
+        optimizer = OneBitAdam([p], freeze_step=2, thaw="always", compressor=Sign(block=16), backend=backend)
+        (group,), seen = optimizer.param_groups, []
+        for share in (0.01, 0.5, 0.1):
+            group["min_variance"] = share
+            for _ in range(4):
+                p.grad = 10.0 ** -(torch.arange(128, dtype=torch.float64) % 7)
+                optimizer.step()
+            seen.append(optimizer.state[p]["exp_avg_sq"].tolist())
+        return seen
+
+    for first, larger, smaller in on_threads(2, run):
+        assert larger == pytest.approx(raised(first, 2, 16, 0.5), rel=1e-7)
+        assert min(larger) > 2 * min(first)
+        assert smaller == larger
+
+
+def test_gradients_are_compared_with_a_variance_as_it_was_raised_last():
+    def run(backend: ThreadBackend) -> None:
+        p = nn.Parameter(torch.zeros(128))
+        optimizer = OneBitAdam([p], freeze_step=2, thaw="always", compressor=Sign(block=16), backend=backend)
+        (group,), (bucket,), found = optimizer.param_groups, optimizer.buckets, []
+        for share in (0.01, 0.01, 0.01, 0.01, 0.5):
+            group["min_variance"] = share
+            p.grad = 10.0 ** -(torch.arange(128) % 7)
+            optimizer.step()
+        for _ in range(2):
+            found.append(thaw.growth([(bucket, group)], 1.0))
+            bucket.standing = None
+        assert found[0] == found[1] < 0
+
+    on_threads(2, run)

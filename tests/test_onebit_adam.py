@@ -797,6 +797,26 @@ def test_a_grad_scaler_changes_nothing_and_cannot_make_one_rank_skip_alone(freez
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("freeze_step", [2, 100])
+def test_once_a_group_is_compressed_a_grad_scaler_lets_ddp_average_none(freeze_step):
+    """Where some gradients are each rank's own, an overflow on one rank may be none on the others."""
+
+    def run(backend):
+        model = Toy()
+        params = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": params[:1], "freeze_step": freeze_step}, {"params": params[1:], "freeze_step": 100}]
+        optimizer = OneBitAdam(groups, backend=backend)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(4):
+            model.zero_grad()
+            scaler.scale(model(tokens(step, backend.rank, 2))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [optimizer.lets_average(group) for group in optimizer.param_groups]
+
+    assert on_threads(2, run) == [[freeze_step == 100] * 2] * 2
+
+
 def test_maximize_goes_the_other_way_in_both_phases():
     def run(backend, maximize):
         model = Toy(torch.float64)

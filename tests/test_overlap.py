@@ -465,6 +465,22 @@ def test_a_step_that_was_given_up_is_no_lost_overlap(caplog):
     assert "overlap is lost" not in caplog.text
 
 
+def test_what_a_step_that_was_given_up_has_sent_is_no_part_of_the_next_one():
+    def run(backend):
+        model = Used()
+        optimizer = optimizer_of(model, backend, True)
+        train(model, optimizer, range(6), backend.rank, 2)
+        stats = optimizer.comm_stats()
+        backward(model, 6, backend.rank, 2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        now = optimizer.comm_stats()
+        assert now["step"]["bytes"] == stats["step"]["bytes"] > 0
+        assert now["total"]["bytes"] > stats["total"]["bytes"] + now["step"]["bytes"]
+
+    on_threads(2, run)
+
+
 def test_a_step_is_given_up_though_what_came_of_it_is_refused():
     """As where an optimizer is to take the average over replicas, and cannot: all but that step is as it was."""
 
@@ -516,6 +532,26 @@ def test_parameters_that_are_exchanged_or_added_between_backward_and_step(exchan
 
     for plain, overlapped in zip(on_threads(2, lambda b: run(b, False)), on_threads(2, lambda b: run(b, True))):
         assert same_bits(plain, overlapped)
+
+
+def test_what_one_rank_exchanges_before_backward_is_an_error_on_all_in_the_phase_of_its_group():
+    """So that what the others have begun ends; they go on once the parameters are back."""
+
+    def run(backend):
+        model = Used()
+        params = list(model.parameters())
+        groups = [{"params": params[:2], "freeze_step": 2}, {"params": params[2:], "freeze_step": 100}]
+        optimizer = OneBitAdam(groups, lr=1e-2, bucket_mb=1e-4, overlap=True, backend=backend)
+        train(model, optimizer, range(4), backend.rank, 2)
+        if backend.rank == 1:
+            optimizer.param_groups[1]["params"] = [nn.Parameter(p.detach().clone()) for p in params[2:]]
+        with pytest.raises((ValueError, RuntimeError), match=r"rebind\(\)|rank 1 cannot take this step"):
+            train(model, optimizer, range(4, 5), backend.rank, 2)
+        optimizer.param_groups[1]["params"] = params[2:]
+        train(model, optimizer, range(4, 6), backend.rank, 2)
+        return params_of(model)
+
+    assert same_bits(*on_threads(2, run))
 
 
 def test_a_state_that_does_not_fit_between_backward_and_step():
