@@ -23,8 +23,9 @@ from worlds import (
 )
 
 from commopt import CSER, Lamb, Lans, LocalSGD, OneBitAdam, OneBitLamb, OneBitLion, QSparseLocalSGD, ZeroOneAdam
+from commopt.comm import LocalBackend
 from commopt.compress import BFloat16, Float8, Identity, Int8, Sign, ThresholdTopK, TopK
-from commopt.optim import SyncPolicy, VariancePolicy
+from commopt.optim import SyncPolicy, VariancePolicy, masks
 
 SIZES: list[tuple[int, ...]] = [(3, 7), (), (40,), (0, 2), (2, 5), (9,)]
 ROUNDS: dict[str, Any] = {"variance": VariancePolicy(100, 6), "sync": SyncPolicy(1, None, 1)}
@@ -388,3 +389,41 @@ def test_only_what_is_absent_here_holds_buckets_back_until_the_ranks_agree():
 
     a, b = on_threads(2, run)
     assert same_bits(a, b)
+
+
+def test_a_mask_without_runs_has_all_other_bits():
+    """Of every beginning and every end in a word, and of two runs."""
+    full = torch.full((4,), 0xFF, dtype=torch.uint8)
+    some = torch.tensor([0x5A, 0xC3, 0x0F, 0xA5], dtype=torch.uint8)
+
+    def bits(mask):
+        return [mask.tolist()[i // 8] >> i % 8 & 1 for i in range(32)]
+
+    for start in range(32):
+        for stop in range(start + 1, 33):
+            assert bits(masks.without(full, [(start, stop)])) == [not start <= i < stop for i in range(32)]
+    left = bits(masks.without(some, [(3, 5), (14, 24)]))
+    assert left == [bit and not (3 <= i < 5 or 14 <= i < 24) for i, bit in enumerate(bits(some))]
+
+
+def test_neighbours_are_one_run_and_what_is_empty_is_none():
+    params = [nn.Parameter(torch.ones(n)) for n in (5, 0, 3, 4, 0)]
+    (bucket,) = OneBitAdam(params, backend=LocalBackend()).buckets  # in reverse order
+    assert masks.absent_runs(bucket, [0, 1, 3]) == [(0, 4)]
+    assert masks.absent_runs(bucket, [0, 1, 2, 4]) == [(0, 12)]
+    assert masks.absent_runs(bucket, [1, 4]) == [(0, 4), (7, 12)]
+    assert masks.absent_runs(bucket, [0, 3]) == []
+    assert masks.within([(0, 4), (7, 12)], 3, 6) == [slice(0, 1), slice(4, 6)]
+
+
+def test_a_mask_is_of_the_variance_there_is_whatever_was_masked_before():
+    def run(backend):
+        (bucket,) = OneBitAdam([nn.Parameter(torch.ones(12))], backend=backend).buckets
+        bucket["exp_avg_sq"][:3] = 1.0
+        for _ in range(2):  # though the variance is what it was
+            assert masks.active_mask(bucket).tolist()[:2] == [0b111, 0]
+            bucket.active = None
+        assert masks.padding_mask(bucket).tolist()[:2] == [0xFF, 0x0F]
+        assert masks.active_mask(bucket).tolist()[:2] == [0b111, 0]
+
+    on_threads(2, run)
