@@ -266,6 +266,23 @@ def test_buckets_that_are_made_anew_between_two_steps_start_in_backward(anew):
     on_threads(2, run)
 
 
+def test_buckets_that_a_loaded_state_makes_anew_start_in_backward():
+    def run(backend):
+        settings = {"overlap": True, "bucket_mb": 2e-4}
+        model, optimizer = unfrozen_twice("OneBitAdam", backend, **settings)
+        other, resumed = made("OneBitAdam", backend, "as at the end", **settings)
+        train(other, resumed, range(1), backend.rank, 2)
+        before = of_ranks(resumed)[1]
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        assert of_ranks(resumed)[1] == of_ranks(optimizer)[1] != before
+        backward(other, 6, backend.rank, 2)
+        assert resumed.step_in_flight().started == len(resumed.buckets) - 1 > 1
+        resumed.step()
+
+    on_threads(2, run)
+
+
 def test_ranks_that_have_other_buckets_are_told_before_anything_is_sent():
     def run(backend):
         model, optimizer = unfrozen_twice("OneBitAdam", backend)

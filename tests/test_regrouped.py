@@ -13,7 +13,7 @@ from torch import nn
 from worlds import on_threads, same_bits, seeded
 
 from commopt import OneBitAdam
-from commopt.comm import ThreadBackend
+from commopt.comm import LocalBackend, ThreadBackend
 
 RANKS = 2
 
@@ -36,6 +36,12 @@ def into_a_new_one(net: nn.Module, optimizer: Any) -> None:
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p is not out]
     optimizer.add_param_group({"params": [out], "lr": 0.0})
+
+
+def into_a_new_one_beside_another(net: nn.Module, optimizer: Any) -> None:
+    first = optimizer.param_groups[0]
+    out = first["params"].pop(0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2)), out], "lr": 0.0})
 
 
 def into_another(net: nn.Module, optimizer: Any) -> None:
@@ -104,7 +110,7 @@ def test_a_layer_that_is_given_a_new_group_warms_up_once_more(frozen: str) -> No
 
 
 @pytest.mark.parametrize("name", ["ZeroOneAdam", "DiLoCo", "CSER"])
-@pytest.mark.parametrize("move", [into_a_new_one, into_another])
+@pytest.mark.parametrize("move", [into_a_new_one, into_a_new_one_beside_another, into_another])
 def test_between_two_rounds_it_is_refused_and_nothing_is_lost(
     name: str, move: Callable[[nn.Module, Any], None]
 ) -> None:
@@ -243,6 +249,60 @@ def test_a_rank_that_moves_one_alone_is_told() -> None:
             train(net, optimizer, range(2, 3), backend.rank)
 
     on_threads(RANKS, run)
+
+
+def test_a_frozen_parameter_that_one_rank_alone_adds_to_a_group_is_told() -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        optimizer = OneBitAdam(net.parameters(), lr=1e-2, freeze_step=3, backend=backend)
+        train(net, optimizer, range(2), backend.rank)
+        if backend.rank:
+            optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2), requires_grad=False))
+        with pytest.raises(RuntimeError, match="parameters of parameter group 0 is 5 on rank 1 and 4 on rank 0"):
+            train(net, optimizer, range(2, 3), backend.rank)
+
+    on_threads(RANKS, run)
+
+
+def test_state_that_was_deleted_is_named_where_parameters_were_put_into_another_group_too() -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters())}]
+        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=3, backend=backend)
+        train(net, optimizer, range(2), backend.rank)
+        into_another(net, optimizer)
+        del optimizer.state[net[1].weight]["exp_avg"]
+        with pytest.raises(ValueError, match="optimizer.state has no 'exp_avg' of"):
+            train(net, optimizer, range(2, 3), backend.rank)
+
+    on_threads(RANKS, run)
+
+
+def test_a_parameter_that_was_exchanged_is_not_taken_for_one_that_is_gone_where_another_is() -> None:
+    net = model()
+    optimizer = OneBitAdam(net.parameters(), lr=1e-2, backend=LocalBackend())
+    first, _, *rest = net.parameters()
+    optimizer.param_groups[0]["params"] = [nn.Parameter(first.detach().clone()), *rest]
+    with pytest.raises(ValueError, match=r"something .* has exchanged them; call optimizer.rebind\(\)"):
+        train(net, optimizer, range(1), 0)
+
+
+def test_with_nodes_it_may_be_done_too() -> None:
+    """A rank has a part of the residuals then, of other parameters afterwards."""
+
+    def run(backend: ThreadBackend) -> list[torch.Tensor]:
+        net = model()
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters())}]
+        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=2, backend=backend.nodes(2))
+        train(net, optimizer, range(4), backend.rank)
+        into_another(net, optimizer)
+        before = net[0].weight.detach().clone()
+        train(net, optimizer, range(4, 7), backend.rank)
+        assert torch.equal(before, net[0].weight)
+        return [p.detach() for p in net.parameters()]
+
+    ranks = on_threads(4, run)
+    assert all(same_bits(ranks[0], params) for params in ranks)
 
 
 @pytest.mark.parametrize("on", [True, False])

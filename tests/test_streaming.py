@@ -942,3 +942,59 @@ def test_a_group_that_is_added_while_fragments_are_in_flight_joins_them(streamin
     for params in ranks:
         assert same_bits(params, ranks[0])
         assert float((params[3] - begun).abs().min()) > 0.01  # it was trained
+
+
+@EVERY_LATE
+def test_what_is_unfrozen_in_flight_takes_part_from_the_next_time_its_fragment_is_sent(streaming):
+    """Its anchor moves as those of the others."""
+
+    def run(backend):
+        model = Toy(torch.float64)
+        model.weight.requires_grad_(False)
+        optimizer = LocalSGD(model.parameters(), lr=1e-2, period=6, streaming=streaming, backend=backend)
+        train(model, optimizer, range(9), backend.rank, 2)
+        assert optimizer.comm_stats()["in_flight"]
+        model.weight.requires_grad_(True)
+        begun = model.weight.detach().clone()
+        train(model, optimizer, range(9, 24), backend.rank, 2)
+        anchor = optimizer.state[model.weight]["anchor"]
+        assert not torch.equal(anchor, begun)
+        return anchor
+
+    a, b = on_threads(2, run)
+    assert streaming.is_eager or torch.equal(a, b)  # else with each rank's own share
+
+
+@pytest.mark.parametrize("streaming", LATE[:2], ids=["corrected", "mix"])
+def test_an_outer_momentum_does_not_move_what_was_frozen_when_its_fragment_was_sent(streaming):
+    def run(backend):
+        model = Toy(torch.float64)
+        optimizer = DiLoCo(model.parameters(), lr=1e-2, period=6, streaming=streaming, backend=backend)
+        train(model, optimizer, range(14), backend.rank, 2)
+        optimizer.synchronize()
+        state, kept = optimizer.state[model.weight], [model.weight.detach().clone()]
+        kept.append(state["outer_momentum"].clone())
+        model.weight.requires_grad_(False)
+        train(model, optimizer, range(14, 30), backend.rank, 2)
+        assert bool(kept[1].any())
+        assert same_bits(kept, [model.weight.detach(), state["outer_momentum"]])
+
+    on_threads(2, run)
+
+
+def test_rounds_that_are_skipped_are_counted_one_by_one_where_several_are_in_flight():
+    def run(backend):
+        model = Toy()
+        settings = {"lr": 1e-2, "period": 4, "streaming": Streaming(4, 3), "guard": Guard(max_skipped=5)}
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(4), backend.rank, 2)
+        assert len(optimizer.comm_stats()["in_flight"]) > 1
+        with pytest.raises(NotFinite, match="5 synchronisations in a row were skipped: "):
+            for _ in range(40):
+                for p in model.parameters():
+                    p.data.fill_(math.nan if backend.rank else 1.0)
+                model.zero_grad()
+                optimizer.step()
+        return optimizer.skipped_rounds
+
+    assert on_threads(2, run) == [5, 5]
