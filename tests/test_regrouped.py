@@ -13,7 +13,7 @@ from torch import nn
 from worlds import on_threads, same_bits, seeded
 
 from commopt import OneBitAdam
-from commopt.comm import LocalBackend, ThreadBackend
+from commopt.comm import ThreadBackend
 
 RANKS = 2
 
@@ -272,19 +272,10 @@ def test_state_that_was_deleted_is_named_where_parameters_were_put_into_another_
         train(net, optimizer, range(2), backend.rank)
         into_another(net, optimizer)
         del optimizer.state[net[1].weight]["exp_avg"]
-        with pytest.raises(ValueError, match="optimizer.state has no 'exp_avg' of"):
+        with pytest.raises(ValueError, match=r"optimizer\.state has no 'exp_avg' of"):
             train(net, optimizer, range(2, 3), backend.rank)
 
     on_threads(RANKS, run)
-
-
-def test_a_parameter_that_was_exchanged_is_not_taken_for_one_that_is_gone_where_another_is() -> None:
-    net = model()
-    optimizer = OneBitAdam(net.parameters(), lr=1e-2, backend=LocalBackend())
-    first, _, *rest = net.parameters()
-    optimizer.param_groups[0]["params"] = [nn.Parameter(first.detach().clone()), *rest]
-    with pytest.raises(ValueError, match=r"something .* has exchanged them; call optimizer.rebind\(\)"):
-        train(net, optimizer, range(1), 0)
 
 
 def test_with_nodes_it_may_be_done_too() -> None:

@@ -989,12 +989,16 @@ def test_rounds_that_are_skipped_are_counted_one_by_one_where_several_are_in_fli
         optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
         train(model, optimizer, range(4), backend.rank, 2)
         assert len(optimizer.comm_stats()["in_flight"]) > 1
-        with pytest.raises(NotFinite, match="5 synchronisations in a row were skipped: "):
-            for _ in range(40):
-                for p in model.parameters():
-                    p.data.fill_(math.nan if backend.rank else 1.0)
-                model.zero_grad()
+        told = None
+        while told is None and optimizer.skipped_rounds < 20:
+            for p in model.parameters():
+                p.data.fill_(math.nan if backend.rank else 1.0)
+            model.zero_grad()
+            try:
                 optimizer.step()
+            except NotFinite as error:
+                told = str(error)
+        assert "5 synchronisations in a row were skipped: " in told
         return optimizer.skipped_rounds
 
     assert on_threads(2, run) == [5, 5]
