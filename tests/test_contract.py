@@ -133,6 +133,13 @@ def test_pickle_and_torch_save_of_the_optimizer_itself():
         assert same_bits(params_of(model), params_of(other))
 
 
+def test_a_pickle_has_each_number_once():
+    """Though those of a bucket are views of one tensor."""
+    params = [nn.Parameter(torch.ones(1000)) for _ in range(20)]
+    optimizer = OneBitAdam(params, backend=LocalBackend())
+    assert len(pickle.dumps(optimizer)) < 3 * 4 * 20_000 + 100_000
+
+
 def test_an_optimizer_that_is_unpickled_among_other_ranks_says_so(caplog):
     """Here it is alone, as there is no process group. A copy has the ranks of the original, and says nothing."""
 

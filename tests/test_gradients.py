@@ -550,6 +550,18 @@ def test_gradients_add_up_in_no_sync():
     on_threads(2, run)
 
 
+def test_what_backward_passes_in_no_sync_alone_have_reached_is_averaged_with_the_last_one():
+    def run(backend: ThreadBackend) -> None:
+        left, right = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(2))
+        handle = commopt.compress_gradients(nn.ModuleList([left, right]), Identity(), backend=backend)
+        with handle.no_sync():
+            ((1 + backend.rank) * left.weight.sum()).backward()
+        right.weight.sum().backward()
+        assert torch.equal(left.weight.grad, torch.full((8, 8), 1.5, dtype=torch.float64))
+
+    on_threads(2, run)
+
+
 def test_a_second_backward_may_reach_a_parameter_on_some_ranks_only():
     """Both passes take a mean. What the first one left counts in the second as much where that reaches a parameter as
     where it does not: else it would be the mean of one rank's gradient with nothing."""
@@ -1167,3 +1179,13 @@ def test_frozen_parameters_start_as_those_of_rank_0_too(caplog):
     a, b = on_threads(2, run)
     assert same_bits(a, b)
     assert "parameters differed between ranks; all have those of rank 0 now" in caplog.text
+
+
+def test_frozen_parameters_that_are_others_on_each_rank_stay_each_ranks_own():
+    def run(backend):
+        net = nn.Linear(3, 4)
+        net.own = nn.Parameter(torch.full((2 + backend.rank,), float(backend.rank)), requires_grad=False)
+        commopt.compress_gradients(net, Int8(), backend=backend)
+        return net.own.tolist()
+
+    assert on_threads(2, run) == [[0.0, 0.0], [1.0, 1.0, 1.0]]

@@ -129,6 +129,7 @@ def test_between_two_rounds_it_is_refused_and_nothing_is_lost(
 
         with pytest.raises(ValueError, match="was put into another group between two rounds, where replicas differ"):
             moved()
+        assert len(optimizer.param_groups) == len(lists)
         for group, params in zip(optimizer.param_groups, lists):
             group["params"] = params
         optimizer.synchronize()

@@ -1002,3 +1002,22 @@ def test_rounds_that_are_skipped_are_counted_one_by_one_where_several_are_in_fli
         return optimizer.skipped_rounds
 
     assert on_threads(2, run) == [5, 5]
+
+
+def test_a_group_that_joins_a_cycle_has_a_learning_rate_for_each_step_of_it():
+    """As if it had been there: a sign step is in units of their sum."""
+
+    def run(backend):
+        params = some_params([(3, 7), (5,), (4,)])
+        settings = {"lr": 1e-2, "period": 6, "streaming": Streaming(2, 1)}
+        optimizer = SignMomentum(params, backend=backend, **settings)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        optimizer.add_param_group({"params": some_params([(6,)]), "lr": 3e-2})
+        first, new = optimizer.param_groups
+        assert any(new["fragment_steps"])
+        assert new["fragment_lr"] == pytest.approx([3 * lr for lr in first["fragment_lr"]])
+
+    on_threads(2, run)
