@@ -51,7 +51,7 @@ from commopt.comm import (
     mean_over_all,
     run,
 )
-from commopt.compress import Identity, Int8, Sign
+from commopt.compress import Identity, Int4, Int8, Sign
 from commopt.optim import ReplicasDiffer, join_state_dict, split_state_dict
 from commopt.optim.agreement import AGREEMENT_BYTES
 
@@ -279,7 +279,9 @@ def test_ranks_that_see_collectives_complete_in_different_orders(places):
                 assert same_bits(params, expected[0])
 
 
-def test_one_node_is_adamw_on_the_mean_gradient():
+@pytest.mark.parametrize("warmup_compressor", [None, Int4()], ids=str)
+def test_one_node_is_adamw_on_the_mean_gradient(warmup_compressor):
+    """Whatever would compress the warm-up between nodes."""
     theirs = Toy()
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
@@ -288,7 +290,7 @@ def test_one_node_is_adamw_on_the_mean_gradient():
         reference.step()
 
     def ours(backend):
-        model, optimizer = trained(backend, 3, weight_decay=0.1)
+        model, optimizer = trained(backend, 3, weight_decay=0.1, warmup_compressor=warmup_compressor)
         assert optimizer.phase == "plain"
         assert optimizer.residuals == {}
         return params_of(model)
