@@ -42,6 +42,14 @@ class Rounded(Compressor):
         out.copy_(wire[:, : out.shape[1]].view(torch.int8) / 8)
 
 
+class InPieces(Rounded):
+    """One whose rows may be cut."""
+
+    @property
+    def chunk_multiple(self) -> int | None:
+        return 16
+
+
 CASES = [
     Sign(),
     Sign(block=8),
@@ -58,6 +66,7 @@ CASES = [
     ThresholdTopK(density=0.3, rounds=5),
     ThresholdTopK(density=1),
     Rounded(),
+    InPieces(),
     Int8(),
     Int4(block=8, rotate=True),
     Int4(block=32, rounding="stochastic"),
