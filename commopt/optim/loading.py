@@ -44,7 +44,8 @@ def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None)
     own: dict[Any, dict[str, OwnTensor]] = {}
     for p, entry in entries.items():
         own[p] = {name: value for name, value in entry.items() if isinstance(value, OwnTensor)}
-        sent = here.get(p, {}).keys() - set(RANK_LOCAL)  # those that are plain tensors now have come from rank 0
+        # those that are plain tensors now have come from rank 0; residuals are plain in a part of a rank's own, too
+        sent = here.get(p, {}).keys() - set(RANK_LOCAL if origin is not None else ())
         shared[p] = {name: value for name, value in entry.items() if name not in own[p] and name not in sent}
         from_rank_0 |= bool(sent & entry.keys())
     optimizer.rows_merged = max((len(t.read) for tensors in own.values() for t in tensors.values()), default=0)
