@@ -140,20 +140,38 @@ class Attachment:
         if optimizer is None:
             return allreduce_hook(self._group, bucket)
         groups = optimizer.group_of()
-        owned = [(p, g) for p, g in zip(bucket.parameters(), bucket.gradients()) if id(p) in groups]
-        foreign = len(owned) < len(bucket.parameters())  # parameters of another optimizer need their average always
-        if not foreign and not any(optimizer.lets_average(groups[id(p)]) for p, _ in owned):
-            if not self.agreed:
+        gradients = list(zip(bucket.parameters(), bucket.gradients()))
+        owned = [(p, g) for p, g in gradients if id(p) in groups]
+        others = [g for p, g in gradients if id(p) not in groups]  # of another optimizer: these need their average
+        if not any(optimizer.lets_average(groups[id(p)]) for p, _ in owned):
+            if others and owned and self.agreed:
+                return _average_alone(others, bucket, optimizer)
+            if not others and not self.agreed:
                 sent = dist.all_reduce(bucket.buffer().clone(), group=self._group, async_op=True)
                 optimizer.topology.traffic.add("ddp", all_reduce_bytes(bucket.buffer().nbytes, self._group.size()))
                 return sent.get_future().then(lambda _: bucket.buffer())
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
+            if not others:
+                done: torch.futures.Future[Tensor] = torch.futures.Future()
+                done.set_result(bucket.buffer())
+                return done
         for p, g in owned:
             self.averaged[id(p)] = ops.square_sum([g])
         work = optimizer.topology.world.all_reduce(bucket.buffer())
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[attr-defined]
+
+
+def _average_alone(gradients: list[Tensor], bucket: dist.GradBucket, optimizer: Ours) -> torch.futures.Future[Tensor]:
+    """Averages these ``gradients`` of ``bucket``, and leaves the others local."""
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+
+    def put_back(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        means = future.value()[0].split([g.numel() for g in gradients])
+        for g, mean in zip(gradients, means):
+            g.copy_(mean.view_as(g))
+        return bucket.buffer()
+
+    work = optimizer.topology.world.all_reduce(flat)
+    return work.get_future().then(put_back)  # type: ignore[attr-defined]
 
 
 def attach(model: nn.Module, optimizer: Any) -> None:

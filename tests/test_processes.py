@@ -82,6 +82,44 @@ def run_attached(rank: int, world: int, parts: int = 1, **settings: Any) -> dict
     return {"params": params_of(model.module), "stats": stats, "grads": grads, "log": list(lines)}
 
 
+def run_beside(rank: int, world: int, parts: int = 1, **settings: Any) -> dict[str, Any]:
+    """Matrices are this optimizer's, the rest SGD's, and all lie in one bucket of DDP's; ``bare``: the same of a model
+    whose other gradients are averaged by hand."""
+    out: dict[str, Any] = {}
+    for name in ("attached", "bare"):
+        inner = Toy()
+        inner.unused.requires_grad_(False)
+        model = DistributedDataParallel(inner, find_unused_parameters=True) if name == "attached" else inner
+        mine, others = ([p for p in inner.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+        optimizer = OneBitAdam(mine, **{**SETTINGS, **settings})
+        beside = torch.optim.SGD(others, lr=1e-2)
+        grads, stats = [], []
+        if name == "attached":
+            attach(model, optimizer)
+
+        def step_beside(*_: Any, others: Any = others, beside: Any = beside, bare: bool = name == "bare") -> None:
+            for p in (p for p in others if bare and p.grad is not None):
+                dist.all_reduce(p.grad)
+                p.grad /= world
+            beside.step()
+
+        optimizer.register_step_post_hook(step_beside)
+        for t in range(STEPS):
+            step(model, optimizer, t, rank, world, parts)
+            stats.append(optimizer.comm_stats()["step"])
+            grads.append([inner.weight.grad.clone(), inner.bias.grad.clone()])
+        nbytes = sum(p.nbytes for p in others if p.requires_grad)
+        out[name] = {"params": params_of(inner), "grads": grads, "stats": stats, "others": nbytes}
+    return out
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "beside another": {},
+    "beside another, accumulated": {"parts": 2},
+    "beside another, overlapped": {"overlap": True},
+}
+
+
 def run_overlapped(rank: int, world: int) -> dict[str, Any]:
     """overlap=True, bare and attached, accumulated in no_sync() and not: parameters, and what backward had sent."""
     out: dict[str, Any] = {}
@@ -500,6 +538,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "resumed": run_resumed(rank, world),
         "resumed alone": run_resumed_alone(rank, world),
         "overlapped": run_overlapped(rank, world),
+        **{name: run_beside(rank, world, **settings) for name, settings in BESIDE.items()},
         "uneven": run_uneven(rank, world),
         "alone": run_alone(rank, world),
     }
@@ -762,6 +801,20 @@ def test_where_the_ranks_have_different_numbers_of_groups_no_twin_is_made_and_ra
     assert all(r["mixed"]["shares"] for r in ranks)
     assert sum("different numbers of process groups" in line for line in ranks[0]["mixed"]["log"]) == 1
     assert not ranks[1]["mixed"]["log"]
+
+
+@pytest.mark.parametrize("scene", BESIDE)
+def test_of_a_bucket_that_ddp_shares_with_another_optimizer_only_its_gradients_are_averaged(ranks, scene):
+    a, b = (r[scene]["attached"] for r in ranks)
+    for t in range(STEPS):
+        (mine, others), (mine_there, others_there) = a["grads"][t], b["grads"][t]
+        assert torch.equal(mine, mine_there) == (t < SETTINGS["freeze_step"])
+        assert torch.equal(others, others_there)
+    assert same_bits(a["params"], b["params"])
+    for p, q in zip(a["params"], ranks[0][scene]["bare"]["params"]):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    sent, bare = a["stats"][-1]["bytes"], ranks[0][scene]["bare"]["stats"][-1]["bytes"]
+    assert sent - bare == a["others"]  # what an all-reduce over two ranks sends of them
 
 
 @pytest.mark.parametrize("overlap", [False, True])
