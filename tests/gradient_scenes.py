@@ -321,8 +321,8 @@ def skips_unused(rank: int, world_size: int) -> str:
 
 
 def in_a_pipeline(rank: int, world_size: int) -> dict[str, Any]:
-    """Two stages of two replicas each, by torch's schedule of two micro-batches: how far gradients of the exact mean of
-    replicas are from those of the stages in one; and what is said where FSDP2 cuts a stage."""
+    """Two stages of two replicas each, by torch's schedule of two micro-batches, twice: how far gradients of the exact
+    mean of replicas are from those of the stages in one; and what is said where FSDP2 cuts a stage."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     replica, stage = divmod(rank, 2)
@@ -341,7 +341,7 @@ def in_a_pipeline(rank: int, world_size: int) -> dict[str, Any]:
     exact = [p.grad for p in both[stage].parameters()]
     mesh, out = DeviceMesh.from_group(columns[stage], "cpu"), {}
     ways: dict[str, Any] = {
-        "ddp": lambda net: DDP(net, process_group=columns[stage]),
+        "ddp": lambda net: DDP(net, process_group=columns[stage], find_unused_parameters=True),
         "bare": lambda net: net,
         "fsdp": lambda net: fully_shard(net, mesh=mesh),
     }
@@ -351,7 +351,9 @@ def in_a_pipeline(rank: int, world_size: int) -> dict[str, Any]:
         commopt.compress_gradients(net, Identity(), process_group=group)
         schedule = ScheduleGPipe(PipelineStage(net, stage, 2, torch.device("cpu"), group=rows[replica]), 2, loss)
         try:
-            schedule.step(*([batch(0, replica)] if stage == 0 else []), **({"target": target} if stage else {}))
+            for _ in range(2):
+                net.zero_grad()
+                schedule.step(*([batch(0, replica)] if stage == 0 else []), **({"target": target} if stage else {}))
             out[name] = max(float((p.grad - g).abs().max()) for p, g in zip(net.parameters(), exact))
         except RuntimeError as error:
             out[name] = str(error)
