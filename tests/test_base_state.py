@@ -306,6 +306,40 @@ def test_a_part_whose_parameters_have_had_no_gradient_yet_refuses_no_round():
         assert momentum.tolist() == pytest.approx([((0.9 * 2 + 2) + 1) / 2] * 3)
 
 
+@pytest.mark.parametrize("frozen", [[0, 1], [1]])
+def test_a_name_that_only_a_frozen_group_has_is_one_of_the_base(frozen):
+    """As hidden matrices that are frozen at first, on all ranks or by mistake on one: their state comes later."""
+
+    def run(backend):
+        a, b = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        a.requires_grad_(frozen == [1])  # what one rank alone has frozen is refused at construction
+        base = Mixed(torch.optim.SGD([a], lr=0.1, momentum=0.9), torch.optim.AdamW([b], lr=0.1))
+        periods = {"momentum_buffer": 1, "exp_avg": 1}
+        optimizer = LocalSGD(base, period=1, state_period=periods, backend=backend)
+        for step in range(3):
+            a.requires_grad_(step > 0 or backend.rank not in frozen)
+            a.grad = torch.full_like(a, 1.0 + backend.rank) if a.requires_grad else None
+            b.grad = torch.ones(3)
+            optimizer.step()
+        return base.state[a]["momentum_buffer"].clone()
+
+    first, second = on_threads(2, run)
+    assert torch.equal(first, second)
+    assert first.abs().sum() > 0
+
+
+def test_a_misspelt_name_is_refused_where_a_group_is_frozen():
+    a, b = nn.Parameter(torch.ones(3, 3), requires_grad=False), nn.Parameter(torch.ones(3))
+    groups = [{"params": [a]}, {"params": [b]}]
+    for base in (
+        torch.optim.AdamW(groups, lr=0.1),
+        OneBitAdam(groups, lr=0.1, freeze_step=10, backend=LocalBackend()),
+        Mixed(torch.optim.SGD([a], lr=0.1, momentum=0.9), torch.optim.AdamW([b], lr=0.1)),
+    ):
+        with pytest.raises(ValueError, match=r"state_period\['exp_avgs'\]: .* no tensor .*; allowed are .*exp_avg"):
+            LocalSGD(base, state_period={"exp_avgs": 1}, backend=LocalBackend())
+
+
 @pytest.mark.parametrize("broken", [[1], [0, 1], [0, 1, 2]])
 def test_a_state_with_inf_counts_for_nothing_and_gets_the_mean_of_the_others(broken):
     def run(backend):

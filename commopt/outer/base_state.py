@@ -24,6 +24,7 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.comm import Pipeline, Topology, confirm, mean_over_all
+from commopt.optim.packed import PackedOptimizer
 from commopt.optim.replicas import reaching_others
 from commopt.optim.rules import square_norm
 from commopt.optim.state_bucket import StateBucket
@@ -50,21 +51,9 @@ def check_names(base: torch.optim.Optimizer, names: Sequence[str]) -> None:
     """Raises ValueError if the state of ``base`` has no tensors of these names that are shaped like their parameters.
     Says nothing where the state before the first step is not known: :func:`lacking` will; nor where nothing is trained,
     as in a part of a model that is frozen."""
-    shaped: set[str] = set()
     if not any(p.requires_grad for group in base.param_groups for p in group["params"]):
         return
-    for group in base.param_groups:
-        for p in group["params"]:
-            x = local(p.detach())
-            if not p.requires_grad or not x.dim():
-                continue
-            known = base.state.get(p) or state_known_of(base, p, x)
-            if known is None:
-                return
-            shaped |= _shaped_like(x, known)
-            break  # one of a group is like the others
-    error = _refusal(base, names, shaped)
-    if error is not None:
+    if (shaped := _shaped_in(base)) is not None and (error := _refusal(base, names, shaped)) is not None:
         raise error
 
 
@@ -74,9 +63,26 @@ def lacking(base: torch.optim.Optimizer, names: Sequence[str]) -> ValueError | N
     trained = [p for group in base.param_groups for p in group["params"] if p.requires_grad and p.dim()]
     if not names or not all(base.state.get(p) for p in trained):
         return None
-    states = [(p, entry) for p, entry in base.state.items() if entry and isinstance(p, Tensor) and p.dim()]
-    shaped = set().union(*(_shaped_like(local(p.detach()), entry) for p, entry in states))
-    return _refusal(base, names, shaped) if states else None
+    if not any(entry and isinstance(p, Tensor) and p.dim() for p, entry in base.state.items()):
+        return None
+    shaped = _shaped_in(base)
+    return None if shaped is None else _refusal(base, names, shaped)
+
+
+def _shaped_in(base: torch.optim.Optimizer) -> set[str] | None:
+    """The names of what ``base`` has, or will have, shaped like its parameters; None if that is not known. A group
+    that has no state yet may be frozen for a while."""
+    shaped: set[str] = set()
+    for group in base.param_groups:
+        params = sorted((p for p in group["params"] if p.dim()), key=lambda p: not p.requires_grad)
+        entries = [(p, base.state[p]) for p in params if base.state.get(p)]
+        if not entries and params and not isinstance(base, PackedOptimizer):  # one of a group is like the others
+            known = state_known_of(base, params[0], local(params[0].detach()))
+            if known is None:
+                return None
+            entries = [(params[0], known)]
+        shaped = shaped.union(*(_shaped_like(local(p.detach()), entry) for p, entry in entries))
+    return shaped
 
 
 def _shaped_like(x: Tensor, entry: Mapping[str, Any]) -> set[str]:
