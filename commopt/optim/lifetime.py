@@ -27,5 +27,12 @@ def import_what_torch_imports_late() -> None:
 
 
 def forget_frames(error: Exception) -> None:
-    """Lets go of what the functions that ``error`` has passed hold: it may be ``error``, which holds them."""
+    """Lets go of what the functions that ``error`` has passed hold, and those that had called them and have returned
+    since: it may be ``error``, which holds them."""
     traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        back = frame.f_back
+        with suppress(RuntimeError):  # it is running, and so are all that have called it
+            while back is not None:
+                back.clear()
+                back = back.f_back
