@@ -34,6 +34,7 @@ from commopt import (
     attach,
 )
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
+from commopt.optim.lifetime import forget_frames
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +117,24 @@ def test_after_a_rank_has_gone(overlap):
         assert gone() is None
 
     ThreadWorld(2, timeout=0.3).run(run)
+
+
+def test_a_generator_goes_on_from_which_an_error_was_found_that_is_forgotten_later():
+    """As a loop over batches: to clear the frame of one that waits would end it."""
+
+    def find() -> Exception:
+        try:
+            raise ValueError("found")
+        except ValueError as error:
+            return error
+
+    def loop() -> Iterator[Any]:
+        yield find()
+        yield "the next batch"
+
+    batches = loop()
+    forget_frames(next(batches))
+    assert next(batches) == "the next batch"
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, LocalSGD])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 import traceback
@@ -34,5 +35,6 @@ def forget_frames(error: Exception) -> None:
         back = frame.f_back
         with suppress(RuntimeError):  # it is running, and so are all that have called it
             while back is not None:
-                back.clear()
+                if not back.f_code.co_flags & inspect.CO_GENERATOR:  # one that waits would end
+                    back.clear()
                 back = back.f_back
