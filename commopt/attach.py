@@ -185,6 +185,9 @@ def attach(model: nn.Module, optimizer: Any) -> None:
     gradient accumulation work as always. Evaluating the model while replicas differ is reported once. When the
     optimizer is deleted, DDP averages all gradients again, and another one may be attached.
 
+    Parameters of the model that are another optimizer's get their averages always. Clip these by their own norm: that
+    of all gradients differs between ranks where some are local, and what it scales drifts apart.
+
     Within ``model.join()`` step() raises RuntimeError, unless it is ``join(throw_on_early_termination=True)``.
 
     Of a model that FSDP2 shards inside replicas and averages over them, ``fully_shard(model, mesh=mesh)`` with a mesh
