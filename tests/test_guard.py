@@ -307,6 +307,15 @@ def test_digests_see_single_bits_permutations_and_nothing_else():
     assert digest(x[:1, 1]) == digest(x[:1, 1:2].clone())  # one element, of any stride
 
 
+def test_digests_are_those_of_the_values_wherever_they_begin_in_their_storage():
+    """As gradients that are views of DDP's buckets, empty ones too, and parameters that were mapped from a file."""
+    mapped = torch.frombuffer(bytearray(range(64)), dtype=torch.float32, offset=4)
+    for x in (torch.ones(9), mapped):
+        for start in range(4):
+            for end in (start, start + 1, start + 2, start + 5):
+                assert digest(x[start:end]) == digest(x[start:end].clone())
+
+
 def test_majorities():
     assert majority([[1, 2], [1, 2], [1, 3]]) == 0
     assert majority([[9, 2], [1, 2], [1, 2]]) == 1

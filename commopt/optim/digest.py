@@ -34,7 +34,7 @@ def digest(x: Tensor) -> Tensor:
     if flat.stride() != (1,):  # a single element has whatever stride it was cut out with
         flat = flat.clone(memory_format=torch.contiguous_format)
     data = flat.view(torch.uint8)
-    if data.data_ptr() % 8:
+    if data.data_ptr() % 8 or data.storage_offset() % 8:  # an empty one is at 0, wherever it begins
         data = data.clone()
     weights, rest = _weights(x.device), data.numel() % 8
     pieces = list(data[: data.numel() - rest].view(torch.int64).split(CHUNK))
