@@ -26,6 +26,7 @@ from commopt.optim import binding
 from commopt.optim.arrival import remove_all
 from commopt.optim.base import CommOptimizer
 from commopt.optim.packed import PackedOptimizer
+from commopt.optim.rules import square_norm
 from commopt.optim.wrapped import Attach, Obstacle, look_with
 from commopt.outer import OuterOptimizer
 from commopt.sharding import left_dims
@@ -59,6 +60,10 @@ class Attachment:
         """Belongs to ``optimizer`` from now on."""
         self._optimizer = weakref.ref(optimizer)
         self.agreed, self._looked = True, False
+        self._shares = self._told = (
+            False  # whether another optimizer has a part of the model; whether that was warned of
+        )
+        self._norms: list[float] = []
         self.clear()
 
     def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:
@@ -121,6 +126,29 @@ class Attachment:
                 "%s: the first step whose gradients stay local will be refused: %s", type(optimizer).__name__, why
             )
 
+    def look_for_clipping(self) -> None:
+        """Warns once if gradients that are each rank's own seem to have been clipped to one norm with those of another
+        optimizer, which are then others on each rank: the norm of all is the same in three steps in a row."""
+        optimizer, model = self._optimizer(), self._model()
+        if not self._shares or self._told or optimizer is None or model is None:
+            return
+        if self._group.size() == 1 or self._group.rank() != 0:
+            return
+        if all(map(optimizer.lets_average, optimizer.param_groups)):
+            self._norms.clear()
+            return
+        grads = [p.grad for p in model._module_parameters if p.grad is not None]
+        self._norms = [*self._norms[-2:], square_norm(grads) ** 0.5]
+        if len(self._norms) == 3 and 0 < max(self._norms) <= min(self._norms) * (1 + 1e-5):
+            self._told = True
+            logger.warning(
+                "%s: the norm of all gradients of the DistributedDataParallel is %.6g in three steps in a row, as "
+                "after clip_grad_norm_ of all of them, and another optimizer has some: clipped by a norm that is "
+                "another one on each rank, its parameters drift apart between ranks. Clip these by themselves, and "
+                "give this optimizer max_grad_norm=",
+                type(optimizer).__name__, self._norms[-1],
+            )  # fmt: skip
+
     def clear(self) -> None:
         self.averaged, self._late = {}, False
 
@@ -143,6 +171,7 @@ class Attachment:
         gradients = list(zip(bucket.parameters(), bucket.gradients()))
         owned = [(p, g) for p, g in gradients if id(p) in groups]
         others = [g for p, g in gradients if id(p) not in groups]  # of another optimizer: these need their average
+        self._shares |= bool(others)
         if not any(optimizer.lets_average(groups[id(p)]) for p, _ in owned):
             if others and owned and self.agreed:
                 return _average_alone(others, bucket, optimizer)

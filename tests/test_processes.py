@@ -113,6 +113,25 @@ def run_beside(rank: int, world: int, parts: int = 1, **settings: Any) -> dict[s
     return out
 
 
+def run_clipped_beside(together: bool) -> dict[str, Any]:
+    """As :func:`run_beside`; gradients are clipped by the norm of all of them, or each optimizer's by its own."""
+    inner = Toy()
+    inner.unused.requires_grad_(False)
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    mine, others = ([p for p in inner.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    with listening() as log:
+        optimizer = OneBitAdam(mine, **SETTINGS, max_grad_norm=None if together else 0.01)
+        beside = torch.optim.SGD(others, lr=1e-2)
+        attach(model, optimizer)
+        for t in range(STEPS):
+            inner.zero_grad()
+            model(tokens(t, dist.get_rank(), 2)).backward()
+            torch.nn.utils.clip_grad_norm_(inner.parameters() if together else others, 0.01)
+            optimizer.step()
+            beside.step()
+    return {"others": params_of(nn.ParameterList(others)), "log": [line for line in log if "drift apart" in line]}
+
+
 BESIDE: dict[str, dict[str, Any]] = {
     "beside another": {},
     "beside another, accumulated": {"parts": 2},
@@ -539,6 +558,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
         "resumed alone": run_resumed_alone(rank, world),
         "overlapped": run_overlapped(rank, world),
         **{name: run_beside(rank, world, **settings) for name, settings in BESIDE.items()},
+        "clipped beside": {together: run_clipped_beside(together) for together in (True, False)},
         "uneven": run_uneven(rank, world),
         "alone": run_alone(rank, world),
     }
@@ -815,6 +835,13 @@ def test_of_a_bucket_that_ddp_shares_with_another_optimizer_only_its_gradients_a
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     sent, bare = a["stats"][-1]["bytes"], ranks[0][scene]["bare"]["stats"][-1]["bytes"]
     assert sent - bare == a["others"]  # what an all-reduce over two ranks sends of them
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_clipping_by_the_norm_of_two_optimizers_gradients_is_warned_of_where_some_are_local(ranks, together):
+    a, b = (r["clipped beside"][together] for r in ranks)
+    assert [len(a["log"]), len(b["log"])] == [int(together), 0]
+    assert same_bits(a["others"], b["others"]) != together
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -344,6 +344,7 @@ class CommOptimizer(PackedOptimizer):
         if self._attachment is not None:
             self._attachment.refuse_join()
             self._attachment.refuse_scaler()
+            self._attachment.look_for_clipping()
         loss = loss_of(closure)
         step = self.step_in_flight()
         try:

@@ -306,6 +306,7 @@ class OuterOptimizer(PackedOptimizer):
         if self._attachment is not None:
             self._attachment.refuse_join()
             self._attachment.refuse_scaler()
+            self._attachment.look_for_clipping()
         error = None
         loss = loss_of(closure)
         self.flights.progress()
