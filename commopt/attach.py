@@ -60,9 +60,8 @@ class Attachment:
         """Belongs to ``optimizer`` from now on."""
         self._optimizer = weakref.ref(optimizer)
         self.agreed, self._looked = True, False
-        self._shares = self._told = (
-            False  # whether another optimizer has a part of the model; whether that was warned of
-        )
+        self._shares = False  # whether another optimizer has a part of the model
+        self._told = False  # whether that was warned of
         self._norms: list[float] = []
         self.clear()
 
@@ -87,7 +86,18 @@ class Attachment:
         cannot."""
         return joining(self._model())
 
-    def refuse_join(self) -> None:
+    def before_step(self) -> None:
+        """Looks at what the optimizer's step, which is about to begin, could not go by.
+
+        Raises:
+            RuntimeError: in the model's ``join()``, on every rank that comes here.
+            ValueError: on every rank, where a GradScaler would have replicas drift apart.
+        """
+        self._refuse_join()
+        self._refuse_scaler()
+        self._look_for_clipping()
+
+    def _refuse_join(self) -> None:
         """Raises RuntimeError in the model's ``join()``, on every rank that comes here."""
         if self.joining():
             self.clear()
@@ -98,7 +108,7 @@ class Attachment:
                 "model.join(throw_on_early_termination=True)"
             )
 
-    def refuse_scaler(self) -> None:
+    def _refuse_scaler(self) -> None:
         """Raises ValueError, on every rank, where a GradScaler's scales may differ between ranks, and DDP averages the
         scaled gradients of parameters that are another optimizer's. Warns in the first step if that is to come."""
         optimizer, model = self._optimizer(), self._model()
@@ -126,7 +136,7 @@ class Attachment:
                 "%s: the first step whose gradients stay local will be refused: %s", type(optimizer).__name__, why
             )
 
-    def look_for_clipping(self) -> None:
+    def _look_for_clipping(self) -> None:
         """Warns once if gradients that are each rank's own seem to have been clipped to one norm with those of another
         optimizer, which are then others on each rank: the norm of all is the same in three steps in a row."""
         optimizer, model = self._optimizer(), self._model()
@@ -173,20 +183,24 @@ class Attachment:
         others = [g for p, g in gradients if id(p) not in groups]  # of another optimizer: these need their average
         self._shares |= bool(others)
         if not any(optimizer.lets_average(groups[id(p)]) for p, _ in owned):
-            if others and owned and self.agreed:
-                return _average_alone(others, bucket, optimizer)
-            if not others and not self.agreed:
-                sent = dist.all_reduce(bucket.buffer().clone(), group=self._group, async_op=True)
-                optimizer.topology.traffic.add("ddp", all_reduce_bytes(bucket.buffer().nbytes, self._group.size()))
-                return sent.get_future().then(lambda _: bucket.buffer())
             if not others:
-                done: torch.futures.Future[Tensor] = torch.futures.Future()
-                done.set_result(bucket.buffer())
-                return done
+                return self._leave_local(bucket, optimizer)
+            if owned and self.agreed:
+                return _average_alone(others, bucket, optimizer)
         for p, g in owned:
             self.averaged[id(p)] = ops.square_sum([g])
         work = optimizer.topology.world.all_reduce(bucket.buffer())
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[attr-defined]
+
+    def _leave_local(self, bucket: dist.GradBucket, optimizer: Ours) -> torch.futures.Future[Tensor]:
+        """Leaves ``bucket`` as it is; where other ranks do not know of this, sends what they would wait for."""
+        if not self.agreed:
+            sent = dist.all_reduce(bucket.buffer().clone(), group=self._group, async_op=True)
+            optimizer.topology.traffic.add("ddp", all_reduce_bytes(bucket.buffer().nbytes, self._group.size()))
+            return sent.get_future().then(lambda _: bucket.buffer())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
 
 def _average_alone(gradients: list[Tensor], bucket: dist.GradBucket, optimizer: Ours) -> torch.futures.Future[Tensor]:

@@ -13,8 +13,8 @@ from worlds import all_tensors, on_threads, same_bits, some_grads, tensors_in
 
 import commopt
 from commopt.compress import ACP, Int4, PowerSGD, Sign, TopBlocks, TopK
-from commopt.gradients.mean import GradientMean
 from commopt.optim import VariancePolicy, settling
+from commopt.optim.state_bucket import StateBucket
 
 SIZES = [(64, 3), (40,), (300,), (17, 5), (130,), (2, 50)]
 NAMES = [
@@ -164,7 +164,7 @@ def test_means_of_what_rests_are_as_if_they_had_been_sent(method, feedback, rank
         return means, all_tensors(handle.state_dict()), sent
 
     rested = on_threads(2 * ranks_per_node, run)
-    monkeypatch.setattr(GradientMean, "_is_idle", lambda *_: False)
+    monkeypatch.setattr(StateBucket, "rests", lambda *_: False)
     for (means, state, sent), (others, theirs, all_sent) in zip(rested, on_threads(2 * ranks_per_node, run)):
         assert [m is None for m in means] == [m is None for m in others]
         assert same_bits([m for m in means if m is not None], [m for m in others if m is not None])

@@ -337,19 +337,14 @@ class GradientMean:
                 self._gradients[id(p)] = local(p.grad)
 
     def _start_rest(self) -> None:
-        """Starts the buckets that are left, but for those that rest."""
+        """Starts the buckets that are left, but for those that rest: they are not sent, and their residuals stay."""
         while self._started < len(self.buckets):
             bucket = self.buckets[self._started]
             absent = [i for i, p in enumerate(bucket.params) if id(p) in self._nowhere]
-            if self._is_idle(bucket, absent):
+            if bucket.rests(absent):
                 self._started += 1
             else:
                 self._start_next(absent)
-
-    def _is_idle(self, bucket: StateBucket, absent: Sequence[int]) -> bool:
-        """True if nothing of ``bucket`` has a gradient on any rank: it is not sent, and its residuals stay. One of
-        empty parameters alone is always sent: it waits for none, so that some ranks may start it before they know."""
-        return len(absent) == len(bucket.params) and any(p.numel() for p in bucket.params)
 
     def _run_down(self) -> None:
         """Ends a mean that all ranks refuse, so that all have started the same collectives. Writes nothing."""

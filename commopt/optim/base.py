@@ -43,16 +43,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import (
-    binding,
-    checks,
-    comparing,
-    floor,
-    following,
-    starting,
-    step_report,
-    wrapped,
-)
+from commopt.optim import binding, checks, comparing, floor, following, starting, step_report, wrapped
 from commopt.optim.agreement import StepDecision, StepReport, StepSkipped
 from commopt.optim.calls import OutOfStep
 from commopt.optim.closure import loss_of
@@ -342,9 +333,7 @@ class CommOptimizer(PackedOptimizer):
         binding.rebind_if_new(self)
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
-            self._attachment.refuse_join()
-            self._attachment.refuse_scaler()
-            self._attachment.look_for_clipping()
+            self._attachment.before_step()
         loss = loss_of(closure)
         step = self.step_in_flight()
         try:

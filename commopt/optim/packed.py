@@ -570,9 +570,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         declared = [(bucket, self.rank_local(group)) for bucket, group in self.grouped_buckets()]
         own = saving.own_states(declared, self.params, self.own_value)
         packed: dict[str, Any] = {}
-        if following.same_objects(
-            packing.registered(self), self.params
-        ):  # else the numbers are others than those of state
+        known = packing.registered(self)
+        if following.same_objects(known, self.params):  # else the numbers are others than those of state
             packed = {"buckets": saving.numbers_in(self.buckets, self.params), "bucket_mb": self.bucket_mb}
         return {**saving.whose(packing.origin_here(self), self.topology), **packed, "state": own}
 

@@ -132,14 +132,8 @@ def begin_with(optimizer: PackedOptimizer, model: nn.Module | None, buffers: How
     except ValueError as caught:
         error = caught
     if model is not None and optimizer.topology.world_size > 1:
-        agree(
-            optimizer.topology,
-            optimizer.agrees_over,
-            error,
-            call,
-            "\n".join(layout),
-            following.layout_of_all(optimizer),
-        )
+        buckets = following.layout_of_all(optimizer)
+        agree(optimizer.topology, optimizer.agrees_over, error, call, "\n".join(layout), buckets)
     if error is not None:
         raise error
     tell_of_copies(optimizer, model)

@@ -39,7 +39,7 @@ def _starter(optimizer: CommOptimizer) -> Starter:
 
     def task(bucket: StateBucket, ctx: StepContext) -> Iterator[Work]:
         group = group_of(bucket)
-        rests = _rests(bucket, ctx) and not optimizer.touches_absent(group)
+        rests = bucket.rests(ctx.absent(bucket)) and not optimizer.touches_absent(group)
         return (optimizer.idle if rests else optimizer.bucket_step)(bucket, group, ctx)
 
     def has_stages(bucket: StateBucket) -> bool:  # without nodes an average is one collective
@@ -55,12 +55,6 @@ def _starter(optimizer: CommOptimizer) -> Starter:
         channels=channels,
         stale=functools.partial(following.stale, optimizer),
     )
-
-
-def _rests(bucket: StateBucket, ctx: StepContext) -> bool:
-    """True if no parameter of ``bucket`` has a gradient on any rank; the same on all of them. One of empty parameters
-    alone waits for no gradient, and so may start before that is known on some ranks: it never rests."""
-    return len(ctx.absent(bucket)) == len(bucket.params) and any(p.numel() for p in bucket.params)
 
 
 def in_backward(optimizer: CommOptimizer) -> bool:

@@ -225,6 +225,12 @@ class StateBucket(Bucket):
                 x.copy_(p)
         return any(changed)
 
+    def rests(self, absent: Sequence[int]) -> bool:
+        """True if nothing of it has a gradient on any rank, as those of the indices ``absent`` have none: then it need
+        not be sent. One of empty parameters alone never rests: it waits for no gradient, so that some ranks may start
+        it before they know."""
+        return len(absent) == len(self.params) and any(p.numel() for p in self.params)
+
     def increment(self, names: Sequence[str], indices: Sequence[int]) -> None:
         """Adds 1 to the counters ``names`` of the parameters given by their indices."""
         for name in names:

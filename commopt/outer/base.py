@@ -304,9 +304,7 @@ class OuterOptimizer(PackedOptimizer):
             groups.check_period(self, group)
         wrapped.attach_if_wrapped(self)
         if self._attachment is not None:
-            self._attachment.refuse_join()
-            self._attachment.refuse_scaler()
-            self._attachment.look_for_clipping()
+            self._attachment.before_step()
         error = None
         loss = loss_of(closure)
         self.flights.progress()
