@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -147,7 +148,7 @@ def reporting():
 def stopped(folder, step, callbacks, **settings):
     """Stopped after ``step`` by a SIGTERM, with a checkpoint of no event. Returns which own parts each checkpoint had
     when it was pushed to the Hub."""
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, trainer_jit_checkpoint
     from transformers.trainer_jit_checkpoint import CheckpointManager
 
     managers, pushed = [], []
@@ -162,7 +163,12 @@ def stopped(folder, step, callbacks, **settings):
     def push(trainer, checkpoint):
         pushed.append(sorted(path.name for path in Path(checkpoint).glob("commopt-*")))
 
+    def remove(path):  # both ranks look whether Trainer's marker is there, and then remove it
+        Path(path).unlink(missing_ok=True)
+
+    its_os = SimpleNamespace(path=os.path, makedirs=os.makedirs, remove=remove)
     with (
+        mock.patch.object(trainer_jit_checkpoint, "os", its_os),
         mock.patch.object(CheckpointManager, "setup_signal_handler", autospec=True, side_effect=managers.append),
         mock.patch.object(Trainer, "_push_from_checkpoint", push),
     ):
