@@ -78,15 +78,15 @@ def usual_decompress(bits: Tensor, scale: Tensor, out: Tensor) -> None:
 def sign_cases(n: int) -> list[Case]:
     """The scaled sign alone."""
     x, error, out = (torch.randn(1, n, device="cuda") for _ in range(3))
-    wires, own, whole = (
+    payloads, own, whole = (
         torch.zeros(rows, ops.sign_nbytes(n, block), dtype=torch.uint8, device="cuda")
         for rows, block in ((RANKS, BLOCK), (1, BLOCK), (1, 0))
     )
     ops.sign_compress(x, own, BLOCK, 2)
-    wires.copy_(own.expand_as(wires))
+    payloads.copy_(own.expand_as(payloads))
     bits, scales = own[0, : (n + 7) // 8].expand(RANKS, -1).contiguous(), torch.rand(RANKS, device="cuda")
     usual_error, flat = torch.zeros(n, device="cuda"), out.view(n)
-    live, sign = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8, device="cuda"), 4 / BLOCK + 1 / 8
+    active, sign = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8, device="cuda"), 4 / BLOCK + 1 / 8
 
     def compress() -> object:
         return usual_compress(x.view(n), usual_error)
@@ -97,17 +97,17 @@ def sign_cases(n: int) -> list[Case]:
     def one_scale() -> None:
         ops.sign_compress_with_feedback(x, error, whole, 0, 2)
 
-    def with_live() -> None:
-        ops.sign_compress_with_feedback(x, error, own, BLOCK, 2, live)
+    def with_active() -> None:
+        ops.sign_compress_with_feedback(x, error, own, BLOCK, 2, active)
 
     return [
         Case("compress_with_feedback", fused, compress, 12 + sign),
-        Case("  with a mask (all live)", with_live, compress, 12 + sign + 1 / 8),
+        Case("  with a mask (all active)", with_active, compress, 12 + sign + 1 / 8),
         # it cannot keep z between its two passes: it is written and read once more
         Case("  one scale for all", one_scale, compress, 20 + 1 / 8),
         Case(
             f"decompress_mean ({RANKS} ranks)",
-            lambda: ops.sign_decompress_mean(wires, flat, BLOCK),
+            lambda: ops.sign_decompress_mean(payloads, flat, BLOCK),
             lambda: usual_decompress_mean(bits, scales, flat),
             4 + RANKS * sign,
         ),
@@ -123,9 +123,11 @@ def sign_cases(n: int) -> list[Case]:
 def joined_cases(n: int) -> list[Case]:
     """What a step does in one pass."""
     m, error, out = (torch.randn(n, device="cuda") for _ in range(3))
-    wires, own = (torch.zeros(rows, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8, device="cuda") for rows in (RANKS, 1))
+    payloads, own = (
+        torch.zeros(rows, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8, device="cuda") for rows in (RANKS, 1)
+    )
     ops.sign_compress(m[None], own, BLOCK, 2)
-    wires.copy_(own.expand_as(wires))
+    payloads.copy_(own.expand_as(payloads))
     grads = [part.clone() for part in torch.randn(n, device="cuda").chunk(TENSORS)]
     offsets = [i * grads[0].numel() for i in range(len(grads))]
     bits, scales = own[0, : (n + 7) // 8].expand(RANKS, -1).contiguous(), torch.rand(RANKS, device="cuda")
@@ -154,7 +156,7 @@ def joined_cases(n: int) -> list[Case]:
         ),
         Case(
             f"reduce in one ({RANKS} ranks)",
-            lambda: ops.sign_reduce(wires, error, error, own[0], BLOCK, 2),
+            lambda: ops.sign_reduce(payloads, error, error, own[0], BLOCK, 2),
             mean_then_compress,
             8 + (RANKS + 1) * sign,
         ),

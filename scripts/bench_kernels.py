@@ -104,10 +104,10 @@ def usual_square_sum(xs: list[Tensor]) -> Tensor:
 def sign_cases(n: int) -> list[Case]:
     """The scaled sign on ``n`` elements."""
     x, error, out = torch.randn(1, n), torch.zeros(1, n), torch.empty(n)
-    live, new_error = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8), torch.empty(1, n)
-    wire = torch.empty(RANKS, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8)
-    ops.sign_compress(torch.randn(RANKS, n), wire, BLOCK, 2)
-    own, whole = wire[:1].clone(), torch.empty(1, ops.sign_nbytes(n, 0), dtype=torch.uint8)
+    active, new_error = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8), torch.empty(1, n)
+    payload = torch.empty(RANKS, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8)
+    ops.sign_compress(torch.randn(RANKS, n), payload, BLOCK, 2)
+    own, whole = payload[:1].clone(), torch.empty(1, ops.sign_nbytes(n, 0), dtype=torch.uint8)
     bits, scales = np.random.default_rng(0).integers(0, 256, (RANKS, (n + 7) // 8), dtype=np.uint8), torch.rand(RANKS)
     usual_error, usual_x = torch.zeros(n), x.view(n)
     sign = 4 / BLOCK + 1 / 8
@@ -132,7 +132,7 @@ def sign_cases(n: int) -> list[Case]:
         ),
         Case(
             f"decompress_mean ({RANKS} ranks)",
-            lambda: ops.sign_decompress_mean(wire, out, BLOCK),
+            lambda: ops.sign_decompress_mean(payload, out, BLOCK),
             lambda: usual_decompress_mean(bits, scales, out),
             4 + RANKS * sign,
         ),
@@ -143,8 +143,8 @@ def sign_cases(n: int) -> list[Case]:
             4 + sign,
         ),
         Case(
-            "  with a mask (all live)",
-            lambda: ops.sign_decompress(own, out.view(1, n), BLOCK, live),
+            "  with a mask (all active)",
+            lambda: ops.sign_decompress(own, out.view(1, n), BLOCK, active),
             lambda: usual_decompress(bits[0], scales[0], out),
             4 + sign + 1 / 8,
         ),
@@ -154,8 +154,8 @@ def sign_cases(n: int) -> list[Case]:
 def joined_cases(n: int) -> list[Case]:
     """What a step does in one pass on ``n`` elements, against the same in two."""
     m, error, new_error, out = (torch.randn(n) for _ in range(4))
-    wires, own = (torch.empty(ranks, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8) for ranks in (RANKS, 1))
-    ops.sign_compress(torch.randn(RANKS, n), wires, BLOCK, 2)
+    payloads, own = (torch.empty(ranks, ops.sign_nbytes(n, BLOCK), dtype=torch.uint8) for ranks in (RANKS, 1))
+    ops.sign_compress(torch.randn(RANKS, n), payloads, BLOCK, 2)
     grads = [part.clone() for part in torch.randn(n).chunk(TENSORS)]
     offsets = [i * grads[0].numel() for i in range(len(grads))]
     sign = 4 / BLOCK + 1 / 8
@@ -165,7 +165,7 @@ def joined_cases(n: int) -> list[Case]:
         ops.sign_compress_with_feedback(out[None], error[None], own, BLOCK, 2, None, new_error[None])
 
     def mean_then_compress() -> None:
-        ops.sign_decompress_mean(wires, out, BLOCK)
+        ops.sign_decompress_mean(payloads, out, BLOCK)
         ops.sign_compress_with_feedback(out[None], error[None], own, BLOCK, 2, None, new_error[None])
 
     v, params = torch.rand(n) + 0.1, [g.clone() for g in grads]
@@ -185,7 +185,7 @@ def joined_cases(n: int) -> list[Case]:
         ),
         Case(
             f"reduce in one ({RANKS} ranks)",
-            lambda: ops.sign_reduce(wires, error, new_error, own[0], BLOCK, 2),
+            lambda: ops.sign_reduce(payloads, error, new_error, own[0], BLOCK, 2),
             mean_then_compress,
             8 + (RANKS + 1) * sign,
         ),
@@ -233,9 +233,9 @@ def int_cases(n: int) -> list[Case]:
 def cases_of_bits(n: int, bits: int) -> list[Case]:
     """Integers of so many bits, or floats."""
     x, error, usual_x, usual_error, out, new_error = (torch.randn(1, n) for _ in range(6))
-    wire = torch.empty(RANKS, ops.int_nbytes(n, bits, INT_BLOCK), dtype=torch.uint8)
-    ops.int_compress(torch.randn(RANKS, n), wire, bits, INT_BLOCK)
-    own, size, matrix = wire[:1].clone(), 4 / INT_BLOCK + width(bits) / 8, walsh_hadamard(INT_BLOCK)
+    payload = torch.empty(RANKS, ops.int_nbytes(n, bits, INT_BLOCK), dtype=torch.uint8)
+    ops.int_compress(torch.randn(RANKS, n), payload, bits, INT_BLOCK)
+    own, size, matrix = payload[:1].clone(), 4 / INT_BLOCK + width(bits) / 8, walsh_hadamard(INT_BLOCK)
     kind = torch.float8_e4m3fn if bits == E4M3 else torch.int8
     codes, scales = torch.ones(RANKS, n // INT_BLOCK, INT_BLOCK).to(kind), torch.ones(n // INT_BLOCK, 1)
 
@@ -271,13 +271,13 @@ def cases_of_bits(n: int, bits: int) -> list[Case]:
         ),
         Case(
             f"  decompress_mean ({RANKS} ranks)",
-            lambda: ops.int_decompress_mean(wire, out[0], bits, INT_BLOCK),
+            lambda: ops.int_decompress_mean(payload, out[0], bits, INT_BLOCK),
             usual_mean,
             4 + RANKS * size,
         ),
         Case(
             f"  reduce ({RANKS} ranks)",
-            lambda: ops.int_reduce(wire, error[0], new_error[0], own[0], bits, INT_BLOCK),
+            lambda: ops.int_reduce(payload, error[0], new_error[0], own[0], bits, INT_BLOCK),
             usual_reduce,
             8 + (RANKS + 1) * size,
         ),
@@ -322,10 +322,10 @@ def cast_cases(n: int) -> list[Case]:
     """Rows of bfloat16 on ``n`` elements, against torch's casts."""
     x, new_error, usual_error, out = (torch.randn(n) for _ in range(4))
     error = torch.zeros(n)
-    wires = torch.empty(RANKS, ops.bf16_nbytes(n), dtype=torch.uint8)
-    ops.bf16_compress_momentum(torch.randn(RANKS * n), [], [], 1.0, 0.0, *[torch.zeros(RANKS * n)] * 2, wires)
-    rows, own = wires.view(torch.bfloat16)[:, :n], wires[:1].clone()
-    live = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8)
+    payloads = torch.empty(RANKS, ops.bf16_nbytes(n), dtype=torch.uint8)
+    ops.bf16_compress_momentum(torch.randn(RANKS * n), [], [], 1.0, 0.0, *[torch.zeros(RANKS * n)] * 2, payloads)
+    rows, own = payloads.view(torch.bfloat16)[:, :n], payloads[:1].clone()
+    active = torch.full((1, (n + 7) // 8), 255, dtype=torch.uint8)
     grads = [part.clone() for part in torch.randn(n).chunk(TENSORS)]
     offsets, outs = [i * grads[0].numel() for i in range(len(grads))], [torch.empty_like(g) for g in grads]
 
@@ -359,12 +359,15 @@ def cast_cases(n: int) -> list[Case]:
         ),
         Case(
             f"  reduce ({RANKS} ranks)",
-            lambda: ops.bf16_reduce(wires, error, new_error, own[0]),
+            lambda: ops.bf16_reduce(payloads, error, new_error, own[0]),
             usual_reduce,
             10 + 2 * RANKS,
         ),
         Case(
-            "  to gradients, masked", lambda: ops.bf16_decompress_to(own, outs, offsets, n, live), usual_outs, 6 + 1 / 8
+            "  to gradients, masked",
+            lambda: ops.bf16_decompress_to(own, outs, offsets, n, active),
+            usual_outs,
+            6 + 1 / 8,
         ),
     ]
 
@@ -392,31 +395,33 @@ def top_k_cases(n: int) -> list[Case]:
     cases = []
     for k, chunk in ((4, 256), (64, 4096)):
         nbytes = ops.topk_nbytes(n, k, chunk, 2)
-        wire = torch.empty(1, nbytes, dtype=torch.uint8)
+        payload = torch.empty(1, nbytes, dtype=torch.uint8)
         cases.append(
             Case(
                 f"top-{k} of {chunk} with feedback",
-                lambda wire=wire, k=k, chunk=chunk: ops.topk_compress_with_feedback(x, error, wire, k, chunk, 2),
+                lambda payload=payload, k=k, chunk=chunk: ops.topk_compress_with_feedback(
+                    x, error, payload, k, chunk, 2
+                ),
                 lambda k=k, chunk=chunk: usual_top_k(x.view(n), usual_error, k, chunk),
                 12 + nbytes / n,
             )
         )
-    wires = torch.empty(RANKS, ops.topk_nbytes(n, 4, 256, 2), dtype=torch.uint8)
-    ops.topk_compress(torch.randn(RANKS, n), wires, 4, 256, 2)
+    payloads = torch.empty(RANKS, ops.topk_nbytes(n, 4, 256, 2), dtype=torch.uint8)
+    ops.topk_compress(torch.randn(RANKS, n), payloads, 4, 256, 2)
     count = max(1, n // 64)
     indices, values = torch.stack([torch.randperm(n)[:count] for _ in range(RANKS)]), torch.randn(RANKS, count)
-    per_rank = wires.shape[1] / n
+    per_rank = payloads.shape[1] / n
     return [
         *cases,
         Case(
             "  decompress",
-            lambda: ops.topk_decompress(wires[:1], out.view(1, n), 4, 256, 2),
+            lambda: ops.topk_decompress(payloads[:1], out.view(1, n), 4, 256, 2),
             lambda: usual_sparse_mean(indices[:1], values[:1], out),
             4 + per_rank,
         ),
         Case(
             f"  decompress_mean ({RANKS} ranks)",
-            lambda: ops.topk_decompress_mean(wires, out, 4, 256, 2),
+            lambda: ops.topk_decompress_mean(payloads, out, 4, 256, 2),
             lambda: usual_sparse_mean(indices, values, out),
             4 + RANKS * per_rank,
         ),
@@ -427,10 +432,10 @@ def threshold_cases(n: int) -> list[Case]:
     """Top-k by threshold on ``n`` elements, 1 of 100; in the other route by torch.topk of all of them."""
     x, error, usual_error, out = torch.randn(1, n), torch.zeros(1, n), torch.zeros(n), torch.empty(n)
     k = max(1, n // 100)
-    wires = torch.empty(RANKS, ops.threshold_nbytes(n, k), dtype=torch.uint8)
-    ops.threshold_compress(torch.randn(RANKS, n), wires, k, 20)
+    payloads = torch.empty(RANKS, ops.threshold_nbytes(n, k), dtype=torch.uint8)
+    ops.threshold_compress(torch.randn(RANKS, n), payloads, k, 20)
     indices, values = torch.stack([torch.randperm(n)[:k] for _ in range(RANKS)]), torch.randn(RANKS, k)
-    own, per_rank = wires[:1].clone(), wires.shape[1] / n
+    own, per_rank = payloads[:1].clone(), payloads.shape[1] / n
     return [
         Case(
             "1 % by threshold, with feedback",
@@ -440,7 +445,7 @@ def threshold_cases(n: int) -> list[Case]:
         ),
         Case(
             f"  decompress_mean ({RANKS} ranks)",
-            lambda: ops.threshold_decompress_mean(wires, out, k),
+            lambda: ops.threshold_decompress_mean(payloads, out, k),
             lambda: usual_sparse_mean(indices, values, out),
             4 + RANKS * per_rank,
         ),

@@ -12,12 +12,12 @@ from commopt.compress import Compressor
 def check_error_feedback_telescopes(compressor: Compressor) -> None:
     """What was sent plus the residual is what was given; and every element gets its turn."""
     n, dtype = 200, torch.float64
-    g, wire = torch.Generator().manual_seed(0), torch.empty(1, compressor.nbytes(n, dtype), dtype=torch.uint8)
+    g, payload = torch.Generator().manual_seed(0), torch.empty(1, compressor.nbytes(n, dtype), dtype=torch.uint8)
     error, sent, given, out = (torch.zeros(1, n, dtype=dtype) for _ in range(4))
     for _ in range(150):
         x = torch.randn(1, n, dtype=dtype, generator=g) + torch.linspace(0, 1, n, dtype=dtype)
-        compressor.compress_with_feedback(x, error, wire)
-        compressor.decompress(wire, out)
+        compressor.compress_with_feedback(x, error, payload)
+        compressor.decompress(payload, out)
         given, sent = given + x, sent + out
     torch.testing.assert_close(sent + error, given, rtol=1e-12, atol=1e-10)
     assert error.abs().max() < 40

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from payloads import mask_bits, new_payload, same, tensors_in, unpacked, values
 from torch import Tensor
-from wires import mask_bits, new_wire, same, tensors_in, unpacked, values
 
 from commopt import ops
 from commopt.ops import cuda_module, reference, reference_threshold, reference_top_k
@@ -54,44 +54,44 @@ def check_sign(
     """The five operators on rows, in every way that residuals may be placed."""
     rng, guard = np.random.default_rng(seed), Guarded(device)
     x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
-    live = mask_bits(mask, rows, n, rng)
+    active = mask_bits(mask, rows, n, rng)
     shift = int(rng.integers(4))
     results = []
     for provider, take in ((run, guard), (reference, lambda t, *_: t)):
-        plain, wire = take(new_wire(rows, n, block), 4 * shift), take(new_wire(rows, n, block), 4 * shift)
-        own = take(new_wire(1, n, block)[0])
-        x_, error_, live_ = take(x, shift), take(error), None if live is None else take(live, shift)
+        plain, payload = take(new_payload(rows, n, block), 4 * shift), take(new_payload(rows, n, block), 4 * shift)
+        own = take(new_payload(1, n, block)[0])
+        x_, error_, live_ = take(x, shift), take(error), None if active is None else take(active, shift)
         new_error, out, masked = (take(torch.empty(rows, n), shift) for _ in range(3))
         mean, rest = take(torch.empty(n), shift), take(torch.empty(n))
         provider.sign_compress(x_, plain, block, norm, live_)
-        provider.sign_compress_with_feedback(x_, error_, new_error, wire, block, norm, live_)
-        provider.sign_decompress(wire, out, block)
-        provider.sign_decompress(wire, masked, block, live_)
-        provider.sign_decompress_mean(wire, mean, block)
-        provider.sign_reduce(wire, error_[0], rest, own, block, norm, None if live_ is None else live_[0])
+        provider.sign_compress_with_feedback(x_, error_, new_error, payload, block, norm, live_)
+        provider.sign_decompress(payload, out, block)
+        provider.sign_decompress(payload, masked, block, live_)
+        provider.sign_decompress_mean(payload, mean, block)
+        provider.sign_reduce(payload, error_[0], rest, own, block, norm, None if live_ is None else live_[0])
         assert same(x_, x)
         assert same(error_, error)
-        results.append((plain, wire, new_error, out, masked, mean, own, rest))
+        results.append((plain, payload, new_error, out, masked, mean, own, rest))
     for a, b in zip(*results):
         assert same(a, b)
-    _, wire, new_error, _, _, _, own, rest = results[1]
-    live_ = None if live is None else live.to(device)
+    _, payload, new_error, _, _, _, own, rest = results[1]
+    live_ = None if active is None else active.to(device)
     for i in range(2):  # the new residual may take the place of either
-        again, inputs = guard(new_wire(rows, n, block)), [guard(x), guard(error)]
+        again, inputs = guard(new_payload(rows, n, block)), [guard(x), guard(error)]
         run.sign_compress_with_feedback(*inputs, inputs[i], again, block, norm, live_)
-        assert same(again, wire)
+        assert same(again, payload)
         assert same(inputs[i], new_error)
-    again, place = guard(new_wire(1, n, block)[0]), guard(error[0])
-    run.sign_reduce(wire.to(device), place, place, again, block, norm, None if live_ is None else live_[0])
+    again, place = guard(new_payload(1, n, block)[0]), guard(error[0])
+    run.sign_reduce(payload.to(device), place, place, again, block, norm, None if live_ is None else live_[0])
     assert same(again, own)
     assert same(place, rest)
     guard.check()
 
 
-def sound_top_k(provider: Any, wire: Tensor, n: int, form: Sequence[int]) -> bool:
+def sound_top_k(provider: Any, payload: Tensor, n: int, form: Sequence[int]) -> bool:
     """Whether rows are such as compression makes."""
-    sound = torch.ones((), dtype=torch.bool, device=wire.device)
-    provider.topk_find_unsound(wire, sound, n, *form, F32)
+    sound = torch.ones((), dtype=torch.bool, device=payload.device)
+    provider.topk_find_unsound(payload, sound, n, *form, F32)
     return bool(sound)
 
 
@@ -106,24 +106,24 @@ def check_top_k(
         else values(flavour, (rows, n), rng)
         for _ in range(2)
     )
-    live, nbytes, results = mask_bits(mask, rows, n, rng), ops.topk_nbytes(n, *form), []
+    active, nbytes, results = mask_bits(mask, rows, n, rng), ops.topk_nbytes(n, *form), []
     rubbish = torch.full((rows, nbytes), 0xA5, dtype=torch.uint8)
     for provider, where in ((run, device), (reference_top_k, "cpu")):
         guard = Guarded(where)
         wide = [guard(torch.nn.functional.pad(t, (5, 3))) for t in (x, error, x * 0, x * 0, x * 0)]
         x_, error_, rest, out, masked = (t[:, 5 : 5 + n] for t in wide)
-        plain, wire, mean, live_ = guard(rubbish), guard(rubbish), guard(x[0] * 0, 1), None
-        if live is not None:
-            live_ = guard(live, 1)
+        plain, payload, mean, live_ = guard(rubbish), guard(rubbish), guard(x[0] * 0, 1), None
+        if active is not None:
+            live_ = guard(active, 1)
         provider.topk_compress(x_, plain, *form, live_)
-        provider.topk_compress_with_feedback(x_, error_, rest, wire, *form, live_)
-        provider.topk_decompress(wire, out, *form)
-        provider.topk_decompress(wire, masked, *form, live_)
-        provider.topk_decompress_mean(wire, mean, *form)
+        provider.topk_compress_with_feedback(x_, error_, rest, payload, *form, live_)
+        provider.topk_decompress(payload, out, *form)
+        provider.topk_decompress(payload, masked, *form, live_)
+        provider.topk_decompress_mean(payload, mean, *form)
         for place in (x_, error_):
             again, before = guard(rubbish), place.clone()
             provider.topk_compress_with_feedback(x_, error_, place, again, *form, live_)
-            assert same(again, wire)
+            assert same(again, payload)
             assert same(place, rest)
             place.copy_(before)
         for t in wide:
@@ -131,12 +131,12 @@ def check_top_k(
             assert not t[:, 5 + n :].any()
         guard.check()
         rng = np.random.default_rng(seed)
-        verdicts = [sound_top_k(provider, wire, n, form)]
+        verdicts = [sound_top_k(provider, payload, n, form)]
         for _ in range(12):
-            bad = wire.clone()
+            bad = payload.clone()
             bad[rng.integers(rows), rng.integers(nbytes)] += int(rng.integers(1, 256))
             verdicts.append(sound_top_k(provider, bad, n, form))
-        results.append((plain, wire, rest, out, masked, mean, x_, error_, torch.tensor(verdicts)))
+        results.append((plain, payload, rest, out, masked, mean, x_, error_, torch.tensor(verdicts)))
     for a, b in zip(*results):
         assert same(a, b)
     assert results[0][-1][0]  # what was compressed from finite numbers
@@ -156,31 +156,31 @@ def check_threshold(
     if flavour == "wild":
         for bad in (math.nan, math.inf, -math.inf):
             x[rng.integers(rows), rng.integers(n, size=1 + n // 100)] = bad
-    live, results = mask_bits(mask, rows, n, rng), []
+    active, results = mask_bits(mask, rows, n, rng), []
     rubbish = torch.full((rows, ops.threshold_nbytes(n, k)), 0xA5, dtype=torch.uint8)
     for provider, where in ((run, device), (reference_threshold, "cpu")):
         guard = Guarded(where)
         wide = [guard(torch.nn.functional.pad(t, (5, 3))) for t in (x, error, *[torch.zeros_like(x)] * 3)]
         x_, error_, rest, out, masked = (t[:, 5 : 5 + n] for t in wide)
-        plain, wire, mean, live_ = guard(rubbish), guard(rubbish), guard(torch.zeros(n), 1), None
-        if live is not None:
-            live_ = guard(live, 1)
+        plain, payload, mean, live_ = guard(rubbish), guard(rubbish), guard(torch.zeros(n), 1), None
+        if active is not None:
+            live_ = guard(active, 1)
         provider.threshold_compress(x_, plain, k, rounds, live_)
-        provider.threshold_compress_with_feedback(x_, error_, rest, wire, k, rounds, live_)
-        provider.threshold_decompress(wire, out, k)
-        provider.threshold_decompress(wire, masked, k, live_)
-        provider.threshold_decompress_mean(wire, mean, k)
+        provider.threshold_compress_with_feedback(x_, error_, rest, payload, k, rounds, live_)
+        provider.threshold_decompress(payload, out, k)
+        provider.threshold_decompress(payload, masked, k, live_)
+        provider.threshold_decompress_mean(payload, mean, k)
         for place in (x_, error_):
             again, before = guard(rubbish), place.clone()
             provider.threshold_compress_with_feedback(x_, error_, place, again, k, rounds, live_)
-            assert same(again, wire)
+            assert same(again, payload)
             assert same(place, rest)
             place.copy_(before)
         for t in wide:
             assert not t[:, :5].any()
             assert not t[:, 5 + n :].any()
         guard.check()
-        results.append((plain, wire, rest, out, masked, mean, x_, error_))
+        results.append((plain, payload, rest, out, masked, mean, x_, error_))
     for a, b in zip(*results):
         assert same(
             a.nan_to_num(nan=7.0) if a.is_floating_point() else a, b.nan_to_num(nan=7.0) if b.is_floating_point() else b
@@ -212,20 +212,24 @@ def check_momentum(
     """The momentum, and its compression in one."""
     rng, guard = np.random.default_rng(seed), Guarded(device)
     m, error = values(flavour, (rows * n,), rng), values(flavour, (rows * n,), rng)
-    live = mask_bits(mask, rows, n, rng)
+    active = mask_bits(mask, rows, n, rng)
     grads, offsets = tensors_in(rows * n, sizes, [F32, F32, BF16, F16], rng)
-    x, wire, new_error = momentum_oracle(m, grads, offsets, 0.9, 0.1), new_wire(rows, n, block), torch.empty(rows, n)
-    reference.sign_compress_with_feedback(x.view(rows, n), error.view(rows, n), new_error, wire, block, norm, live)
+    x, payload, new_error = (
+        momentum_oracle(m, grads, offsets, 0.9, 0.1),
+        new_payload(rows, n, block),
+        torch.empty(rows, n),
+    )
+    reference.sign_compress_with_feedback(x.view(rows, n), error.view(rows, n), new_error, payload, block, norm, active)
     grads, live_ = [g.to(device) if g.is_contiguous() else strided(g, device) for g in grads], None
-    if live is not None:
-        live_ = live.to(device)
+    if active is not None:
+        live_ = active.to(device)
     m_, out, error_ = guard(m, 1), guard(m, 2), guard(error, 3)
     run.momentum(m_, grads, offsets, 0.9, 0.1, out)
     assert same(out, x)
     for place in (guard(m), error_):  # the second in place
-        again = guard(new_wire(rows, n, block))
+        again = guard(new_payload(rows, n, block))
         run.sign_compress_momentum(m_, grads, offsets, 0.9, 0.1, error_, place, again, block, norm, live_, 0, n)
-        assert same(again, wire)
+        assert same(again, payload)
         assert same(place, new_error)
     assert same(m_, m)
     run.momentum(m_, grads, offsets, 0.9, 0.1, m_)
@@ -251,22 +255,22 @@ def check_adam(
 ) -> None:
     """The update of parameters, with and without decompression. layouts: also such as no kernel reads."""
     rng, guard = np.random.default_rng(seed), Guarded(device)
-    wire = new_wire(rows, n, block)
-    reference.sign_compress(values("normal", (rows, n), rng), wire, block, 2)
-    live, v = mask_bits(mask, rows, n, rng), torch.from_numpy(rng.random(rows * n).astype(np.float32))
+    payload = new_payload(rows, n, block)
+    reference.sign_compress(values("normal", (rows, n), rng), payload, block, 2)
+    active, v = mask_bits(mask, rows, n, rng), torch.from_numpy(rng.random(rows * n).astype(np.float32))
     v[::3] = 0.0
     ps, offsets = tensors_in(rows * n, sizes, [F32, F32, BF16, F16, F64] if layouts else [F32, BF16, F16], rng)
     ps = ps if layouts else [p.contiguous() for p in ps]
     steps, corrections = rng.random(len(ps)).tolist(), (rng.random(len(ps)) + 0.5).tolist()
     m = torch.empty(rows * n)
-    reference.sign_decompress(wire, m.view(rows, n), block, live)
+    reference.sign_decompress(payload, m.view(rows, n), block, active)
     ms, vs = reference.views(m, ps, offsets), reference.views(v, ps, offsets)
     moved = [guard(p, 1) if p.is_contiguous() else strided(p, device) for p in ps]
     again = [guard(p) if p.is_contiguous() else strided(p, device) for p in ps]
     versions, m_, v_ = [p._version for p in moved], guard(m * 0, 1), guard(v, 2)
-    live_ = None if live is None else live.to(device)
+    live_ = None if active is None else active.to(device)
     factors = steps, corrections, 0.05, 0.99
-    run.sign_decompress_adam_(wire.to(device), m_, v_, moved, offsets, *factors, block, live_, 0, n)
+    run.sign_decompress_adam_(payload.to(device), m_, v_, moved, offsets, *factors, block, live_, 0, n)
     assert same(m_, m)
     assert same(v_, v)
     assert all(p._version > version for p, version in zip(moved, versions))
@@ -290,7 +294,7 @@ def check_columns(
     rng, width = np.random.default_rng(seed), 3005
     total, n = rows * width, stop - start
     m, error = values("normal", (total,), rng), values("normal", (total,), rng)
-    live = mask_bits("some", rows, width, rng)
+    active = mask_bits("some", rows, width, rng)
     v = torch.from_numpy(rng.random(total).astype(np.float32))
     grads, offsets = tensors_in(total, sizes, [F32, BF16, F16], rng)
 
@@ -302,22 +306,25 @@ def check_columns(
         outside[:, start:stop] = False
         return bool((x.cpu().view(rows, width)[outside] == 7).all())
 
-    x, live_part = part(momentum_oracle(m, grads, offsets, 0.9, 0.1)), live[:, start // 8 : -(-stop // 8)].contiguous()
-    wire, new_error = new_wire(rows, n, block), torch.empty(rows, n)
-    reference.sign_compress_with_feedback(x, part(error), new_error, wire, block, norm, live_part)
-    m_, error_, live_, v_, wire_ = (t.to(device) for t in (m, error, live, v, new_wire(rows, n, block)))
+    x, active_part = (
+        part(momentum_oracle(m, grads, offsets, 0.9, 0.1)),
+        active[:, start // 8 : -(-stop // 8)].contiguous(),
+    )
+    payload, new_error = new_payload(rows, n, block), torch.empty(rows, n)
+    reference.sign_compress_with_feedback(x, part(error), new_error, payload, block, norm, active_part)
+    m_, error_, live_, v_, wire_ = (t.to(device) for t in (m, error, active, v, new_payload(rows, n, block)))
     grads_, rest = [g.to(device) for g in grads], torch.full_like(m_, 7.0)
     columns = block, norm, live_, start, stop
     run.sign_compress_momentum(m_, grads_, offsets, 0.9, 0.1, error_, rest, wire_, *columns)
-    assert same(wire_, wire)
+    assert same(wire_, payload)
     assert same(part(rest), new_error)
     assert untouched(rest)
     run.sign_compress_momentum(m_, grads_, offsets, 0.9, 0.1, error_, error_, wire_, *columns)  # in its place
-    assert same(wire_, wire)
+    assert same(wire_, payload)
     assert same(part(error_), new_error)
 
     out, expected = torch.full_like(m_, 7.0), torch.empty(rows, n)
-    reference.sign_decompress(wire, expected, block, live_part)
+    reference.sign_decompress(payload, expected, block, active_part)
     ps, moved = [g.contiguous() for g in grads], [g.contiguous().clone() for g in grads_]
     factors = [0.1] * len(ps), [0.5] * len(ps), 1e-8, 0.99
     run.sign_decompress_adam_(wire_, out, v_, moved, offsets, *factors, block, live_, start, stop)
@@ -365,27 +372,27 @@ def check_masks(run: Any, device: Any, n: int) -> None:
     assert bits.tolist() == np.packbits(x.numpy() != 0, bitorder="little").tolist()
     y = guard(torch.randn(n), 1)
     expected = np.where(unpacked(bits.cpu(), n), y.cpu().numpy(), 0)
-    run.zero_dead_(y, bits)
+    run.zero_inactive_(y, bits)
     np.testing.assert_array_equal(y.cpu().numpy(), expected)
     guard.check()
 
 
 def check_many_ranks(run: Any, device: Any) -> None:
     n, ranks = 1000, 70
-    wire, out, expected = new_wire(ranks, n, 64), torch.empty(n), torch.empty(n)
-    reference.sign_compress(torch.randn(ranks, n), wire, 64, 2)
+    payload, out, expected = new_payload(ranks, n, 64), torch.empty(n), torch.empty(n)
+    reference.sign_compress(torch.randn(ranks, n), payload, 64, 2)
     there = out.to(device)
-    run.sign_decompress_mean(wire.to(device), there, 64)
-    reference.sign_decompress_mean(wire, expected, 64)
+    run.sign_decompress_mean(payload.to(device), there, 64)
+    reference.sign_decompress_mean(payload, expected, 64)
     assert same(there, expected)
 
 
 def check_many_tiles(run: Any, device: Any, n: int) -> None:
     """A block of more tiles than the threads that add them up."""
     x, error = torch.randn(1, n), torch.randn(1, n)
-    wires, rests = [new_wire(1, n, 0) for _ in range(2)], [torch.empty_like(x) for _ in range(2)]
-    wire, rest = wires[0].to(device), rests[0].to(device)
-    run.sign_compress_with_feedback(x.to(device), error.to(device), rest, wire, 0, 1, None)
-    reference.sign_compress_with_feedback(x, error, rests[1], wires[1], 0, 1)
-    assert same(wire, wires[1])
+    payloads, rests = [new_payload(1, n, 0) for _ in range(2)], [torch.empty_like(x) for _ in range(2)]
+    payload, rest = payloads[0].to(device), rests[0].to(device)
+    run.sign_compress_with_feedback(x.to(device), error.to(device), rest, payload, 0, 1, None)
+    reference.sign_compress_with_feedback(x, error, rests[1], payloads[1], 0, 1)
+    assert same(payload, payloads[1])
     assert same(rest, rests[1])

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from oracle_integers import value_of
+from payloads import FLAVOURS, mask_bits, same, tensors_in, values
 from torch import Tensor
-from wires import FLAVOURS, mask_bits, same, tensors_in, values
 
 from commopt import ops
 from commopt.ops import reference_integers as reference
@@ -25,14 +25,14 @@ ANY = {
     "stochastic": st.booleans(),
     "rotated": st.booleans(),
     "flavour": st.sampled_from([*FLAVOURS, "ties"]),
-    "mask": st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
+    "mask": st.sampled_from(["none", "none", "some", "blocks", "all", "inactive"]),
     "bad": st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
     "seed": st.integers(0, 2**32 - 1),
 }
 
 
-def new_wire(rows: int, n: int, bits: int, block: int) -> Tensor:
-    """A wire full of rubbish, every byte of which has to be written."""
+def new_payload(rows: int, n: int, bits: int, block: int) -> Tensor:
+    """A payload full of rubbish, every byte of which has to be written."""
     return torch.full((rows, ops.int_nbytes(n, bits, block)), 0xA5, dtype=torch.uint8)
 
 
@@ -71,30 +71,30 @@ def check(
         x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
     if bad is not None:
         x[rng.integers(rows), rng.integers(n)] = bad
-    live, coding, results = mask_bits(mask, rows, n, rng), (bits, block, stochastic, rotated, seed), []
-    there = [None if t is None else t.to(device) for t in (x, error, live)]
-    for provider, (x_, error_, live_) in ((run, there), (reference, (x, error, live))):
-        plain, wire, own = (new_wire(r, n, bits, block).to(x_.device) for r in (rows, rows, 1))
+    active, coding, results = mask_bits(mask, rows, n, rng), (bits, block, stochastic, rotated, seed), []
+    there = [None if t is None else t.to(device) for t in (x, error, active)]
+    for provider, (x_, error_, live_) in ((run, there), (reference, (x, error, active))):
+        plain, payload, own = (new_payload(r, n, bits, block).to(x_.device) for r in (rows, rows, 1))
         own = own[0]
         shapes = (rows, n), (rows, n), (rows, n), n, n
         new_error, out, masked, mean, rest = (torch.empty(s, device=x_.device) for s in shapes)
         provider.int_compress(x_, plain, *coding, live_)
-        provider.int_compress_with_feedback(x_, error_, new_error, wire, *coding, live_)
-        provider.int_decompress(wire, out, bits, block, rotated)
-        provider.int_decompress(wire, masked, bits, block, rotated, live_)
-        provider.int_decompress_mean(wire, mean, bits, block, rotated)
-        provider.int_reduce(wire, error_[0], rest, own, *coding, None if live_ is None else live_[0])
-        results.append((plain, wire, new_error, out, masked, mean, own, rest))
+        provider.int_compress_with_feedback(x_, error_, new_error, payload, *coding, live_)
+        provider.int_decompress(payload, out, bits, block, rotated)
+        provider.int_decompress(payload, masked, bits, block, rotated, live_)
+        provider.int_decompress_mean(payload, mean, bits, block, rotated)
+        provider.int_reduce(payload, error_[0], rest, own, *coding, None if live_ is None else live_[0])
+        results.append((plain, payload, new_error, out, masked, mean, own, rest))
     for mine, expected in zip(*results):
         assert same(mine, expected)
-    _, wire, new_error, *_, own, rest = results[1]
+    _, payload, new_error, *_, own, rest = results[1]
     for i in range(2):  # the new residual may take the place of either
-        again, inputs = new_wire(rows, n, bits, block).to(device), [there[0].clone(), there[1].clone()]
+        again, inputs = new_payload(rows, n, bits, block).to(device), [there[0].clone(), there[1].clone()]
         run.int_compress_with_feedback(*inputs, inputs[i], again, *coding, there[2])
-        assert same(again, wire)
+        assert same(again, payload)
         assert same(inputs[i], new_error)
     again, place = torch.empty_like(own, device=device), there[1][0].clone()
-    run.int_reduce(results[0][1], place, place, again, *coding, None if live is None else there[2][0])
+    run.int_reduce(results[0][1], place, place, again, *coding, None if active is None else there[2][0])
     assert same(again, own)
     assert same(place, rest)
     assert same(there[0], x)
@@ -129,18 +129,20 @@ def check_columns(
     whose products are exact: not every machine rounds a sum of products once.)"""
     rng, width = np.random.default_rng(seed), 3005
     m, error = (values("normal", (rows * width,), rng) for _ in range(2))
-    live, coding = mask_bits(mask, rows, width, rng), (bits, block, stochastic, rotated, seed)
+    active, coding = mask_bits(mask, rows, width, rng), (bits, block, stochastic, rotated, seed)
     grads, offsets = tensors_in(rows * width, sizes, [torch.float32, torch.bfloat16, torch.float16], rng)
     results = []
     for provider, place in ((run, device), (reference, "cpu")):
-        m_, residual, live_ = (None if t is None else t.to(place) for t in (m, error.clone(), live))
-        wire = new_wire(rows, stop - start, bits, block).to(place)
+        m_, residual, live_ = (None if t is None else t.to(place) for t in (m, error.clone(), active))
+        payload = new_payload(rows, stop - start, bits, block).to(place)
         rest = residual if in_place else torch.full_like(m_, 7.0)
         mine, outs = [g.to(place) for g in grads], [torch.full_like(g, 7.0).to(place) for g in grads]
-        provider.int_compress_momentum(m_, mine, offsets, 0.5, 0.25, residual, rest, wire, *coding, live_, start, stop)
-        provider.int_decompress_to(wire, outs, offsets, rows * width, bits, block, rotated, live_, start, stop)
+        provider.int_compress_momentum(
+            m_, mine, offsets, 0.5, 0.25, residual, rest, payload, *coding, live_, start, stop
+        )
+        provider.int_decompress_to(payload, outs, offsets, rows * width, bits, block, rotated, live_, start, stop)
         assert same(m_, m)
         assert in_place or same(residual, error)
-        results.append((wire, rest, *outs))
+        results.append((payload, rest, *outs))
     for mine, expected in zip(*results):
         assert same(mine, expected)

@@ -14,20 +14,20 @@ def float32(x: float) -> float:
     return struct.unpack("<f", struct.pack("<f", x))[0]
 
 
-def compress(z: list[float], block: int | None, norm: str, live: list[bool]) -> list[float]:
-    """What the receiver of one row decodes: +-s by block, with s over the live elements of the block; 0 where dead."""
+def compress(z: list[float], block: int | None, norm: str, active: list[bool]) -> list[float]:
+    """What the receiver of one row decodes: +-s by block, with s over the active elements of the block; else 0."""
     out: list[float] = []
     size = block or max(len(z), 1)
     for start in range(0, len(z), size):
-        part, alive = z[start : start + size], live[start : start + size]
-        kept = [v for v, a in zip(part, alive) if a]
+        part, is_active = z[start : start + size], active[start : start + size]
+        kept = [v for v, a in zip(part, is_active) if a]
         if not kept:
             scale = 0.0
         elif norm == "l2":
             scale = float32(math.sqrt(math.fsum(v * v for v in kept) / len(kept)))
         else:
             scale = float32(math.fsum(abs(v) for v in kept) / len(kept))
-        out += [(scale if v >= 0 else -scale) if a else 0.0 for v, a in zip(part, alive)]
+        out += [(scale if v >= 0 else -scale) if a else 0.0 for v, a in zip(part, is_active)]
     return out
 
 
@@ -76,10 +76,10 @@ class OneBitAdamOracle:
         self.lr, self.b1, self.b2, self.eps, self.wd = lr, b1, b2, eps, wd
         self.block, self.norm, self.lossy_warmup, self.coupled = block, norm, lossy_warmup, coupled
 
-    def _send(self, z: list[float], live: list[bool]) -> list[float]:
+    def _send(self, z: list[float], active: list[bool]) -> list[float]:
         if self.norm is None:
-            return [v if a else 0.0 for v, a in zip(z, live)]
-        return compress(z, self.block, self.norm, live)
+            return [v if a else 0.0 for v, a in zip(z, active)]
+        return compress(z, self.block, self.norm, active)
 
     def step(self, grads: list[list[float | None]]) -> None:
         """One step on the gradients of each rank, flat, each of ``size`` elements; None where a rank has none. What no
@@ -105,12 +105,12 @@ class OneBitAdamOracle:
                 self.m[j] = self.b1 * self.m[j] + (1 - self.b1) * g
                 self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
         else:
-            live = [v != 0 and j in present for j, v in enumerate(self.v)]
+            active = [v != 0 and j in present for j, v in enumerate(self.v)]
             if self.coupled:
                 decays = [self.wd * x for x in self.x] + [0.0] * len(pad)
                 filled = [[g + decay for g, decay in zip(grad, decays)] for grad in filled]
             locals_ = [[self.b1 * m + (1 - self.b1) * g for m, g in zip(self.m, grad)] for grad in filled]
-            means = self._mean(locals_, live, present)
+            means = self._mean(locals_, active, present)
             for j in here:
                 self.m[j] = means[j]
             self._raise()
@@ -126,23 +126,23 @@ class OneBitAdamOracle:
             self.v = raised(self.v, self.rows, self.block, self.least)
         self.least = None
 
-    def _mean(self, values: list[list[float]], live: list[bool], here: set[int]) -> list[float]:
+    def _mean(self, values: list[list[float]], active: list[bool], here: set[int]) -> list[float]:
         """The mean of what the workers have, compressed both ways with the residuals."""
         rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
         sent = []  # sent[i][r]: what rank r decodes of rank i's row r
         for i, own in enumerate(values):
-            z = [x + e if a else 0.0 for x, e, a in zip(own, self.worker[i], live)]
-            sent.append([self._send([z[j] for j in row], [live[j] for j in row]) for row in rows])
+            z = [x + e if a else 0.0 for x, e, a in zip(own, self.worker[i], active)]
+            sent.append([self._send([z[j] for j in row], [active[j] for j in row]) for row in rows])
             flat = [q for part in sent[-1] for q in part]
             for j in here:
                 self.worker[i][j] = z[j] - flat[j]
         out = []
         for r, row in enumerate(rows):
-            alive = [live[j] for j in row]
+            is_active = [active[j] for j in row]
             columns = zip(*(part[r] for part in sent))
             y = [sum(q / self.world for q in column) + e for column, e in zip(columns, self.server[r])]
-            y = [v if a else 0.0 for v, a in zip(y, alive)]
-            q = self._send(y, alive)
+            y = [v if a else 0.0 for v, a in zip(y, is_active)]
+            q = self._send(y, is_active)
             for k, j in enumerate(row):
                 if j in here:
                     self.server[r][k] = y[k] - q[k]

@@ -1,8 +1,8 @@
 """CSER and its relatives on plain lists of Python floats, each straight from its own definition. Shares no code with
 commopt: the random numbers that choose blocks are computed here once more.
 
-Everything is a list over ranks of flat lists. A compressor is a function (v, step, reset, live) -> C(v), where v is 0
-and C(v) too but for the ``live`` elements, as if the others were not there. A gradient is None where a rank has none.
+Everything is a list over ranks of flat lists. A compressor is a function (v, step, reset, active) -> C(v), where v is 0
+and C(v) too but for the ``active`` elements, as if the others were not there. A gradient is None where a rank has none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def kept_blocks(n: int, ratio: float, block: int, seed: int, step: int, stream: 
 def blocks(ratio: float, block: int, seed: int = 0) -> How:
     """The first bucket's blocks."""
 
-    def how(v: Flat, step: int, reset: bool, live: list[bool]) -> Flat:
+    def how(v: Flat, step: int, reset: bool, active: list[bool]) -> Flat:
         kept = set(kept_blocks(len(v), ratio, block, seed, step, int(reset)))
         return [a if i // block in kept else 0.0 for i, a in enumerate(v)]
 
@@ -55,14 +55,14 @@ def blocks(ratio: float, block: int, seed: int = 0) -> How:
 
 
 def sign(block: int) -> How:
-    return lambda v, step, reset, live: compress(v, block, "l2", live)
+    return lambda v, step, reset, active: compress(v, block, "l2", active)
 
 
-def everything(v: Flat, step: int, reset: bool, live: list[bool]) -> Flat:
+def everything(v: Flat, step: int, reset: bool, active: list[bool]) -> Flat:
     return list(v)
 
 
-def nothing(v: Flat, step: int, reset: bool, live: list[bool]) -> Flat:
+def nothing(v: Flat, step: int, reset: bool, active: list[bool]) -> Flat:
     return [0.0] * len(v)
 
 
@@ -83,9 +83,9 @@ def whole(v: Flat) -> list[bool]:
     return [True] * len(v)
 
 
-def psync(vs: list[Flat], how: How, step: int, reset: bool, live: list[bool]) -> tuple[list[Flat], list[Flat]]:
+def psync(vs: list[Flat], how: How, step: int, reset: bool, active: list[bool]) -> tuple[list[Flat], list[Flat]]:
     """v'_i and r_i."""
-    sent = [how(v, step, reset, live) for v in vs]
+    sent = [how(v, step, reset, active) for v in vs]
     rest = [sub(v, q) for v, q in zip(vs, sent)]
     average = mean(sent)
     return [add(average, r) for r in rest], rest

@@ -105,15 +105,15 @@ def code_of(y: float, s: float, i: int, bits: int, stochastic: bool, seed: int) 
 
 
 def row(
-    z: list[float], alive: list[bool], bits: int, block: int, stochastic: bool, rotated: bool, seed: int
+    z: list[float], is_active: list[bool], bits: int, block: int, stochastic: bool, rotated: bool, seed: int
 ) -> tuple[bytes, list[float]]:
     """The bytes of a row, and what they stand for."""
-    z = [v if a else 0.0 for v, a in zip(z, alive)]
+    z = [v if a else 0.0 for v, a in zip(z, is_active)]
     scales, codes, sent = [], [], []
     for start in range(0, len(z), block):
         part = z[start : start + block]
         y = rotate(part) if rotated else part
-        s = scale_of(y, len(y) if rotated else sum(alive[start : start + block]), bits, stochastic)
+        s = scale_of(y, len(y) if rotated else sum(is_active[start : start + block]), bits, stochastic)
         q = [code_of(v, s, i, bits, stochastic, seed) for i, v in enumerate(y)]
         values = [value_of(c, bits) * s for c in q]
         scales.append(s)

@@ -108,9 +108,9 @@ class OneBitLambOracle:
             v[:] = [max(x, floor) if x > 0 else x for x in v]
         sizes = []
         for m, v in zip(self.m, self.v):
-            live = [j for j in range(len(v)) if v[j] > 0]
-            rms = math.sqrt(math.fsum(m[j] ** 2 for j in live) / len(live)) if live else 0.0
-            usual = math.sqrt(math.fsum(v[j] for j in live) / len(live)) if live else 0.0
+            active = [j for j in range(len(v)) if v[j] > 0]
+            rms = math.sqrt(math.fsum(m[j] ** 2 for j in active) / len(active)) if active else 0.0
+            usual = math.sqrt(math.fsum(v[j] for j in active) / len(active)) if active else 0.0
             sizes.append(max(rms, usual / 10))
         there = [s for s in sizes if s > 0]
         target = 1.0 if self.common == "one" else math.fsum(there) / len(there)
@@ -136,14 +136,14 @@ class OneBitLambOracle:
     def _flat(self, tensors: list[list[float]]) -> list[float]:
         return [v for t in tensors for v in t] + [0.0] * self.padding
 
-    def _send(self, z: list[float], live: list[bool]) -> list[float]:
+    def _send(self, z: list[float], active: list[bool]) -> list[float]:
         if self.norm is None:
-            return [v if a else 0.0 for v, a in zip(z, live)]
-        return compress(z, self.block, self.norm, live)
+            return [v if a else 0.0 for v, a in zip(z, active)]
+        return compress(z, self.block, self.norm, active)
 
     def _exchange(self, grads: list[list[list[float]]], here: list[int]) -> None:
         """m <- the compressed mean of k (b1 m + (1-b1) g_i), over k. Residuals are those of the scaled momentum."""
-        live = [v > 0 and a > 0 for v, a in zip(self._flat(self.v), self._takes_part(here))]
+        active = [v > 0 and a > 0 for v, a in zip(self._flat(self.v), self._takes_part(here))]
         values = []
         for rank in grads:
             scaled = [
@@ -151,23 +151,23 @@ class OneBitLambOracle:
                 for k, m, g in zip(self.k, self.m, rank)
             ]
             values.append(self._flat(scaled))
-        means = self._cut(self._mean(values, live, here))
+        means = self._cut(self._mean(values, active, here))
         for i in here:
             self.m[i] = [value / c for value, c in zip(means[i], self.k[i])]
 
-    def _mean(self, values: list[list[float]], live: list[bool], here: list[int]) -> list[float]:
+    def _mean(self, values: list[list[float]], active: list[bool], here: list[int]) -> list[float]:
         """The mean of what the workers have, compressed both ways with the residuals."""
         takes_part = self._takes_part(here)
         cuts = [slice(r * self.row, (r + 1) * self.row) for r in range(self.rows)]
         sent = []
         for i, own in enumerate(values):
-            z = [(a + e) if alive else 0.0 for a, e, alive in zip(own, self.worker[i], live)]
-            q = [value for cut in cuts for value in self._send(z[cut], live[cut])]
+            z = [(a + e) if is_active else 0.0 for a, e, is_active in zip(own, self.worker[i], active)]
+            q = [value for cut in cuts for value in self._send(z[cut], active[cut])]
             self.worker[i] = [a - b if c else e for a, b, c, e in zip(z, q, takes_part, self.worker[i])]
             sent.append(q)
         mean = [sum(q / self.world for q in column) for column in zip(*sent)]
-        y = [(a + e) if alive else 0.0 for a, e, alive in zip(mean, self.server, live)]
-        q = [value for cut in cuts for value in self._send(y[cut], live[cut])]
+        y = [(a + e) if is_active else 0.0 for a, e, is_active in zip(mean, self.server, active)]
+        q = [value for cut in cuts for value in self._send(y[cut], active[cut])]
         self.server = [a - b if c else e for a, b, c, e in zip(y, q, takes_part, self.server)]
         return q
 
@@ -178,14 +178,14 @@ class OneBitLambOracle:
             f[j] = self.b2 * f[j] + (1 - self.b2) * g * g
         u0 = [a / (math.sqrt(b) + self.eps) for a, b in zip(m, v)]
         u = [a + self.wd * b for a, b in zip(u0, x)]
-        live = [(math.sqrt(a) + self.eps) / (math.sqrt(b) + self.eps) for a, b in zip(v, f) if a > 0]
-        r = max(live, default=1.0)
+        active = [(math.sqrt(a) + self.eps) / (math.sqrt(b) + self.eps) for a, b in zip(v, f) if a > 0]
+        r = max(active, default=1.0)
         if self.wd > 0 and norm(u) > 0:
             w = min(1.0, norm(u0) / norm(u))
             r = w * r + (1 - w)
         bounded = clip(r, self.r_min, self.r_max)
         near = clip(bounded, self.r[i] * (1 - self.r_thr), self.r[i] * (1 + self.r_thr))
-        if live:
+        if active:
             self.seen["low" if r < self.r_min else "high" if r > self.r_max else "within"] += 1
             self.seen["down" if near > bounded else "up" if near < bounded else "free"] += 1
         self.r[i] = near

@@ -87,15 +87,15 @@ class OuterOracle:
     def _compressed(self, ways: list[list[float]]) -> list[float]:
         n, total = len(self.anchor), len(self.server)
         row = total // self.world
-        live = [j < n for j in range(total)]
+        active = [j < n for j in range(total)]
         cuts = [slice(r * row, (r + 1) * row) for r in range(self.world)]
         sent = []
         for way, error in zip(ways, self.worker):
             z = [a + b for a, b in zip(way + [0.0] * (total - n), error)]
-            sent.append([q for cut in cuts for q in compress(z[cut], self.block, "l2", live[cut])])
+            sent.append([q for cut in cuts for q in compress(z[cut], self.block, "l2", active[cut])])
             error[:] = [a - b for a, b in zip(z, sent[-1])]
         y = [sum(column) / self.world + e for column, e in zip(zip(*sent), self.server)]
-        out = [q for cut in cuts for q in compress(y[cut], self.block, "l2", live[cut])]
+        out = [q for cut in cuts for q in compress(y[cut], self.block, "l2", active[cut])]
         self.server = [a - b for a, b in zip(y, out)]
         return out[:n]
 

@@ -77,7 +77,7 @@ def bfloat16(v: float) -> int:
 
 
 def encode(z: list[float], k: int, rounds: int) -> tuple[bytes, dict[int, float]]:
-    """The wire row, and what its entries decode to."""
+    """The payload row, and what its entries decode to."""
     sent = chosen(z, k, rounds)
     assert len(sent) == len(set(sent)) == k
     codes = [bfloat16(z[i]) for i in sent]

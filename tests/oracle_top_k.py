@@ -37,7 +37,7 @@ def chosen(z: list[float], k: int) -> list[int]:
 
 
 def indices_of(sent: list[int], length: int, k: int) -> list[int]:
-    """The indices as they are on the wire."""
+    """The indices as they are in the payload."""
     places = min(k, length)
     if sent:
         return sent + [sent[-1]] * (places - len(sent))
@@ -92,7 +92,7 @@ def group_values(v: list[float], bits: int, kind: Any) -> tuple[bytes, list[int]
 
 
 def encode(z: list[float], k: int, chunk: int, bits: int, kind: Any = np.float32) -> tuple[bytes, list[float]]:
-    """The wire row of finite numbers, and what it decodes to. kind: np.float32 or np.float64."""
+    """The payload row of finite numbers, and what it decodes to. kind: np.float32 or np.float64."""
     starts, group = list(range(0, len(z), chunk)), group_of(k)
     scales, codes, indices, out = b"", [], [], [0.0] * len(z)
     for first in range(0, len(starts), group):

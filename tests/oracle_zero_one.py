@@ -65,10 +65,10 @@ class ZeroOneAdamOracle:
         self.b1, self.b2, self.eps, self.block, self.norm = b1, b2, eps, block, norm
         self.wd, self.pull = (0.0, wd) if coupled else (wd, 0.0)
 
-    def _send(self, z: list[float], live: list[bool]) -> list[float]:
+    def _send(self, z: list[float], active: list[bool]) -> list[float]:
         if self.norm is None:
-            return [v if a else 0.0 for v, a in zip(z, live)]
-        return compress(z, self.block, self.norm, live)
+            return [v if a else 0.0 for v, a in zip(z, active)]
+        return compress(z, self.block, self.norm, active)
 
     def step(self, grads: list[list[float | None]], lr: float, frozen: Collection[int] = ()) -> None:
         """One step on the gradients of each rank, flat, each of ``size`` elements; None where a rank has none. What no
@@ -133,28 +133,28 @@ class ZeroOneAdamOracle:
         self.taken, self.lr_sum = 0, 0.0
 
     def _round(self, here: set[int], moving: list[int]) -> None:
-        live = [v != 0 and j in here for j, v in enumerate(self.v)]
+        active = [v != 0 and j in here for j, v in enumerate(self.v)]
         rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.ranks)]
         mine = [[u / self.lr_sum for u in us] for us in self.u] if self.lr_sum else self.m
         nodes = [mine[i : i + self.per_node] for i in range(0, self.ranks, self.per_node)]
         sent = []
         for i, node in enumerate(nodes):
             z = [sum(column) / self.per_node + e for *column, e in zip(*node, self.worker[i])]
-            z = [v if a else 0.0 for v, a in zip(z, live)]
-            sent.append([self._send([z[j] for j in row], [live[j] for j in row]) for row in rows])
+            z = [v if a else 0.0 for v, a in zip(z, active)]
+            sent.append([self._send([z[j] for j in row], [active[j] for j in row]) for row in rows])
             flat = [q for part in sent[-1] for q in part]
             for j in here:
                 self.worker[i][j] = z[j] - flat[j]
         for r, row in enumerate(rows):
-            alive = [live[j] for j in row]
+            is_active = [active[j] for j in row]
             columns = zip(*(part[r] for part in sent))
             y = [sum(q / len(nodes) for q in column) + e for column, e in zip(columns, self.server[r])]
-            y = [v if a else 0.0 for v, a in zip(y, alive)]
-            q = self._send(y, alive)
+            y = [v if a else 0.0 for v, a in zip(y, is_active)]
+            q = self._send(y, is_active)
             for k, j in enumerate(row):
                 if j in here:
                     self.server[r][k] = y[k] - q[k]
                     self.m[0][j] = q[k]
         for j in moving:
-            self.anchor[j] -= self.lr_sum / self._c(j) * self.m[0][j] / self._d(j) if live[j] else 0.0
+            self.anchor[j] -= self.lr_sum / self._c(j) * self.m[0][j] / self._d(j) if active[j] else 0.0
         self._begin()

@@ -496,10 +496,10 @@ def test_dead_elements_come_out_as_zero_and_owe_nothing():
 
     def reduce(backend):
         feedback = Feedback.zeros(n, 2, torch.float32, torch.device("cpu"))
-        live = torch.full((n // 8,), 0x0F, dtype=torch.uint8)
+        active = torch.full((n // 8,), 0x0F, dtype=torch.uint8)
         for step in range(5):
             x = inputs(2, backend.rank, step, n, torch.float32)
-            run([compressed_all_reduce(x, feedback, Sign(block=32), backend, live)])
+            run([compressed_all_reduce(x, feedback, Sign(block=32), backend, active)])
         return x, feedback
 
     dead = torch.arange(n) % 8 >= 4
@@ -537,8 +537,8 @@ class Careful(Identity):
 
 
 def test_a_compressor_of_ones_own_is_given_other_memory_for_what_it_writes():
-    live = torch.full((8,), 0xFF, dtype=torch.uint8)
-    sync = psync(torch.arange(64.0), Careful(), LocalBackend(), live)
+    active = torch.full((8,), 0xFF, dtype=torch.uint8)
+    sync = psync(torch.arange(64.0), Careful(), LocalBackend(), active)
     assert torch.equal(sync.mean(), torch.arange(64.0))
 
 

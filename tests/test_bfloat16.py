@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from payloads import FLAVOURS, mask_bits, same, tensors_in, unpacked, values
 from torch import Tensor
-from wires import FLAVOURS, mask_bits, same, tensors_in, unpacked, values
 
 from commopt import ops
 from commopt.ops import catalogue
@@ -38,41 +38,41 @@ def of_bytes(row: Tensor, n: int) -> list[float]:
     return [struct.unpack("<f", struct.pack("<I", word << 16))[0] for word in words[:n]]
 
 
-def new_wire(rows: int, n: int) -> Tensor:
+def new_payload(rows: int, n: int) -> Tensor:
     """Full of rubbish, every byte of which has to be written."""
     return torch.full((rows, ops.bf16_nbytes(n)), 0xA5, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("mask", ["none", "some", "dead"])
+@pytest.mark.parametrize("mask", ["none", "some", "inactive"])
 def test_rows_are_those_of_the_definition(dtype, mask):
     """In numbers of float32, whose sums are rounded once in either dtype."""
     rows, n, rng = 3, 37, np.random.default_rng(5)
     m, error = (values("normal", (rows * n,), rng).bfloat16().to(dtype) for _ in range(2))
     g = values("normal", (50,), rng).bfloat16().to(dtype)
-    live = mask_bits(mask, rows, n, rng)
-    alive = np.ones((rows, n), bool) if live is None else unpacked(live, n)
-    wire, rest = new_wire(rows, n), torch.empty_like(m)
-    ops.bf16_compress_momentum(m, [g], [7], 0.5, 0.25, error, rest, wire, live)
+    active = mask_bits(mask, rows, n, rng)
+    is_active = np.ones((rows, n), bool) if active is None else unpacked(active, n)
+    payload, rest = new_payload(rows, n), torch.empty_like(m)
+    ops.bf16_compress_momentum(m, [g], [7], 0.5, 0.25, error, rest, payload, active)
     x = [0.5 * v + (0.25 * g[i - 7].item() if 7 <= i < 57 else 0.0) for i, v in enumerate(m.tolist())]
     for r in range(rows):
         z = [
             torch.tensor(torch.tensor(a, dtype=dtype).item() + b, dtype=dtype).item() if here else 0.0
-            for a, b, here in zip(x[r * n :], error[r * n :].tolist(), alive[r])
+            for a, b, here in zip(x[r * n :], error[r * n :].tolist(), is_active[r])
         ]
         sent = [rounded(v) for v in z]
-        assert of_bytes(wire[r], n) == sent
+        assert of_bytes(payload[r], n) == sent
         assert rest[r * n : (r + 1) * n].tolist() == [a - b for a, b in zip(z, sent)]
 
 
 def test_a_mean_is_that_of_the_rows_and_the_residual():
     n, rng = 21, np.random.default_rng(6)
-    error, after, sent = values("normal", (n,), rng).double(), torch.empty(n, dtype=F64), new_wire(1, n)[0]
-    wires = torch.cat([new_wire(1, n) for _ in range(3)])
+    error, after, sent = values("normal", (n,), rng).double(), torch.empty(n, dtype=F64), new_payload(1, n)[0]
+    payloads = torch.cat([new_payload(1, n) for _ in range(3)])
     nothing = torch.zeros(3 * n, dtype=F64)
-    ops.bf16_compress_momentum(values("normal", (3 * n,), rng).double(), [], [], 1.0, 0.0, nothing, nothing, wires)
-    ops.bf16_reduce(wires, error, after, sent)
-    rows = [of_bytes(wire, n) for wire in wires]
+    ops.bf16_compress_momentum(values("normal", (3 * n,), rng).double(), [], [], 1.0, 0.0, nothing, nothing, payloads)
+    ops.bf16_reduce(payloads, error, after, sent)
+    rows = [of_bytes(payload, n) for payload in payloads]
     z = [((a + b) + c) / 3 + e for a, b, c, e in zip(*rows, error.tolist())]
     assert of_bytes(sent, n) == [rounded(v) for v in z]
     assert after.tolist() == [v - rounded(v) for v in z]
@@ -82,7 +82,7 @@ CASES = {
     "rows": st.integers(1, 3),
     "n": st.one_of(st.integers(0, 40), st.sampled_from([700, 4096, 4097, 33_000])),
     "flavour": st.sampled_from(FLAVOURS),
-    "mask": st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
+    "mask": st.sampled_from(["none", "none", "some", "blocks", "all", "inactive"]),
     "bad": st.sampled_from([None, None, math.nan, math.inf, -math.inf, 3.4e38]),
     "sizes": st.sampled_from([[1, 5, 700], [300], [1, 2, 30], [3000]]),
     "cut": st.booleans(),
@@ -108,20 +108,20 @@ def check_native(
     m, error = (values(flavour, (rows * n,), rng) for _ in range(2))
     if bad is not None and n:
         m[rng.integers(rows * n)] = bad
-    live = mask_bits(mask, rows, n, rng)
+    active = mask_bits(mask, rows, n, rng)
     start, stop = (n // 3 // 8 * 8, 2 * n // 3 // 8 * 8) if cut else (0, n)
     grads, offsets = tensors_in(rows * n, sizes, [torch.float32, torch.bfloat16, torch.float16], rng)
     results = []
     for provider in (torch.ops.commopt, reference):
-        wire, own, residual = new_wire(rows, stop - start), new_wire(1, stop - start)[0], error.clone()
+        payload, own, residual = new_payload(rows, stop - start), new_payload(1, stop - start)[0], error.clone()
         rest, outs = residual if in_place else torch.full_like(m, 7.0), [torch.full_like(g, 7.0) for g in grads]
         left = rest[start:stop].clone()
-        provider.bf16_compress_momentum(m, grads, offsets, 0.5, 0.25, residual, rest, wire, live, start, stop)
-        provider.bf16_decompress_to(wire, outs, offsets, rows * n, live, start, stop)
-        bits = None if live is None else live[0, start // 8 : (stop + 7) // 8].clone()
-        provider.bf16_reduce(wire, left, left, own, bits)
+        provider.bf16_compress_momentum(m, grads, offsets, 0.5, 0.25, residual, rest, payload, active, start, stop)
+        provider.bf16_decompress_to(payload, outs, offsets, rows * n, active, start, stop)
+        bits = None if active is None else active[0, start // 8 : (stop + 7) // 8].clone()
+        provider.bf16_reduce(payload, left, left, own, bits)
         assert in_place or same(residual, error)
-        sent = (wire.view(torch.bfloat16), own.view(torch.bfloat16)) if own.numel() else ()
+        sent = (payload.view(torch.bfloat16), own.view(torch.bfloat16)) if own.numel() else ()
         results.append((*sent, rest, left, *outs))
     for mine, expected in zip(*results):
         assert same(mine, expected)
@@ -138,12 +138,12 @@ def test_large_rows_are_the_same_on_any_threads(isa: str, threads: Callable[[int
     seen = []
     for provider, count in ((reference, 1), *((torch.ops.commopt, count) for count in (1, 2, 3))):
         threads(count)
-        wire, own = new_wire(rows, n), new_wire(1, n)[0]
+        payload, own = new_payload(rows, n), new_payload(1, n)[0]
         rest, after, out = torch.empty(rows * n), torch.empty(n), torch.empty(rows * n)
-        provider.bf16_compress_momentum(m, [], [], 1.0, 0.0, error, rest, wire, None, 0, n)
-        provider.bf16_reduce(wire, error[:n], after, own)
-        provider.bf16_decompress_to(wire, [out], [0], rows * n, None, 0, n)
-        seen.append((wire, own, rest, after, out))
+        provider.bf16_compress_momentum(m, [], [], 1.0, 0.0, error, rest, payload, None, 0, n)
+        provider.bf16_reduce(payload, error[:n], after, own)
+        provider.bf16_decompress_to(payload, [out], [0], rows * n, None, 0, n)
+        seen.append((payload, own, rest, after, out))
     for results in seen[1:]:
         for a, b in zip(results, seen[0]):
             assert torch.equal(a, b)
@@ -155,11 +155,16 @@ def test_the_library_serves_float32(isa):
 
 def call(**wrong: Any) -> None:
     right = {"m": torch.ones(16), "grads": [], "offsets": [], "beta": 1.0, "alpha": 0.0, "error": torch.ones(16)}
-    ops.bf16_compress_momentum(**(right | {"new_error": torch.ones(16), "wire": new_wire(2, 8)} | wrong))
+    ops.bf16_compress_momentum(**(right | {"new_error": torch.ones(16), "payload": new_payload(2, 8)} | wrong))
 
 
 def reduce(**wrong: Any) -> None:
-    right = {"wires": new_wire(2, 8), "error": torch.ones(8), "new_error": torch.ones(8), "own": new_wire(1, 8)[0]}
+    right = {
+        "payloads": new_payload(2, 8),
+        "error": torch.ones(8),
+        "new_error": torch.ones(8),
+        "own": new_payload(1, 8)[0],
+    }
     ops.bf16_reduce(**(right | wrong))
 
 
@@ -168,15 +173,15 @@ def reduce(**wrong: Any) -> None:
     [
         (lambda: ops.bf16_nbytes(-1), {}, "n must be at least 0, got -1"),
         (call, {"m": torch.ones(16).half()}, "m must be float32 or float64"),
-        (call, {"wire": new_wire(3, 8)}, "wire must have rows that share the 16 elements equally"),
-        (call, {"wire": new_wire(2, 9)}, "wire must be contiguous"),
+        (call, {"payload": new_payload(3, 8)}, "payload must have rows that share the 16 elements equally"),
+        (call, {"payload": new_payload(2, 9)}, "payload must be contiguous"),
         (call, {"start": 4}, "start and stop must be multiples of 8"),
         (call, {"error": torch.ones(15)}, "error must be contiguous"),
-        (call, {"live": torch.ones(2, 2, dtype=torch.uint8)}, "live must be contiguous"),
+        (call, {"active": torch.ones(2, 2, dtype=torch.uint8)}, "active must be contiguous"),
         (call, {"grads": [torch.ones(9)], "offsets": [8]}, "grads must lie within the 16 elements"),
-        (reduce, {"wires": new_wire(2, 8)[:0]}, "wires must have a row for each of at least one rank"),
-        (reduce, {"own": new_wire(1, 9)[0]}, "own must be contiguous"),
-        (reduce, {"live": torch.ones(2, dtype=torch.uint8)}, "live must be contiguous"),
+        (reduce, {"payloads": new_payload(2, 8)[:0]}, "payloads must have a row for each of at least one rank"),
+        (reduce, {"own": new_payload(1, 9)[0]}, "own must be contiguous"),
+        (reduce, {"active": torch.ones(2, dtype=torch.uint8)}, "active must be contiguous"),
     ],
 )
 def test_what_does_not_fit_is_refused(function, wrong, says):

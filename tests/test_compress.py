@@ -34,12 +34,12 @@ class Rounded(Compressor):
     def nbytes(self, n: int, dtype: torch.dtype = torch.float32) -> int:
         return align(n)
 
-    def compress(self, x: Tensor, wire: Tensor) -> None:
-        wire.zero_()
-        wire[:, : x.shape[1]] = (x * 8).round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    def compress(self, x: Tensor, payload: Tensor) -> None:
+        payload.zero_()
+        payload[:, : x.shape[1]] = (x * 8).round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
 
-    def decompress(self, wire: Tensor, out: Tensor) -> None:
-        out.copy_(wire[:, : out.shape[1]].view(torch.int8) / 8)
+    def decompress(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload[:, : out.shape[1]].view(torch.int8) / 8)
 
 
 class InPieces(Rounded):
@@ -85,11 +85,11 @@ def draw(rows: int, n: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     x = torch.randn(rows, n, generator=g, dtype=torch.float64).to(dtype)
     x[:, ::7] = 0
     error = torch.randn(rows, n, generator=g, dtype=torch.float64).to(dtype) * 0.3
-    live = torch.randint(0, 256, (rows, -(-n // 8)), generator=g, dtype=torch.uint8)
-    return x, error, live
+    active = torch.randint(0, 256, (rows, -(-n // 8)), generator=g, dtype=torch.uint8)
+    return x, error, active
 
 
-def wire_for(compressor: Compressor, x: Tensor) -> Tensor:
+def payload_for(compressor: Compressor, x: Tensor) -> Tensor:
     return torch.full((x.shape[0], compressor.nbytes(x.shape[1], x.dtype)), 255, dtype=torch.uint8)
 
 
@@ -99,10 +99,10 @@ def wire_for(compressor: Compressor, x: Tensor) -> Tensor:
 @given(shape=shapes)
 def test_sent_plus_new_error_is_input_plus_old_error(compressor, dtype, tolerance, shape):
     x, error, _ = draw(*shape, dtype)
-    wire, sent = wire_for(compressor, x), torch.empty_like(x)
+    payload, sent = payload_for(compressor, x), torch.empty_like(x)
     before = x + error
-    compressor.compress_with_feedback(x, error, wire)
-    compressor.decompress(wire, sent)
+    compressor.compress_with_feedback(x, error, payload)
+    compressor.decompress(payload, sent)
     torch.testing.assert_close(sent + error, before, rtol=tolerance, atol=tolerance)
 
 
@@ -110,16 +110,16 @@ def test_sent_plus_new_error_is_input_plus_old_error(compressor, dtype, toleranc
 @settings(max_examples=30, deadline=None)
 @given(shape=shapes)
 def test_feedback_is_compress_of_the_sum_and_a_dead_element_has_no_residual(compressor, shape):
-    x, error, live = draw(*shape, torch.float32)
-    alive = unpack_bits(live, x.shape[1])
-    wire, sent, old = wire_for(compressor, x), torch.empty_like(x), error.clone()
-    compressor.compress_with_feedback(x, error, wire, live)
-    compressor.decompress(wire, sent)
-    assert not error[~alive].any()
-    torch.testing.assert_close((sent + error)[alive], (x + old)[alive], rtol=1e-5, atol=1e-5)
-    all_live = torch.full_like(live, 255)
-    again, wire_2, wire_3 = old.clone(), torch.empty_like(wire), torch.empty_like(wire)
-    compressor.compress_with_feedback(x, again, wire_2, all_live)
+    x, error, active = draw(*shape, torch.float32)
+    is_active = unpack_bits(active, x.shape[1])
+    payload, sent, old = payload_for(compressor, x), torch.empty_like(x), error.clone()
+    compressor.compress_with_feedback(x, error, payload, active)
+    compressor.decompress(payload, sent)
+    assert not error[~is_active].any()
+    torch.testing.assert_close((sent + error)[is_active], (x + old)[is_active], rtol=1e-5, atol=1e-5)
+    all_active = torch.full_like(active, 255)
+    again, wire_2, wire_3 = old.clone(), torch.empty_like(payload), torch.empty_like(payload)
+    compressor.compress_with_feedback(x, again, wire_2, all_active)
     compressor.compress(x + old, wire_3)
     assert torch.equal(wire_2, wire_3)
 
@@ -129,16 +129,16 @@ def test_feedback_is_compress_of_the_sum_and_a_dead_element_has_no_residual(comp
 @given(shape=shapes, cut=st.booleans())
 def test_columns_are_compressed_by_themselves_and_dead_elements_are_0(compressor, shape, cut):
     """Of whole rows, and of columns where rows may be cut; what is sent of all elements is received with a mask."""
-    x, error, live = draw(*shape, torch.float32)
+    x, error, active = draw(*shape, torch.float32)
     n, unit = x.shape[1], compressor.chunk_multiple
     chunk = (n // 3 // unit * unit, 2 * n // 3 // unit * unit) if cut and unit else (0, n)
-    at, alive = slice(*chunk), unpack_bits(live, n)
+    at, is_active = slice(*chunk), unpack_bits(active, n)
     momentum = Momentum(x.view(-1), [], [], 1.0, 0.0)
-    for mask in (None, live):
+    for mask in (None, active):
         bits = None if mask is None else mask[:, chunk[0] // 8 : -(-chunk[1] // 8)].contiguous()
         part, before = x[:, at].contiguous(), error.clone()
         rest = before[:, at].clone(memory_format=torch.contiguous_format)
-        expected, payload = wire_for(compressor, part), wire_for(compressor, part)
+        expected, payload = payload_for(compressor, part), payload_for(compressor, part)
         compressor.compress_with_feedback(part, rest, expected, bits)
         compressor.compress_momentum(momentum, error, payload, mask, error, chunk)
         assert torch.equal(payload, expected)
@@ -148,8 +148,8 @@ def test_columns_are_compressed_by_themselves_and_dead_elements_are_0(compressor
     compressor.compress(part, payload)
     out, values = torch.full_like(x, 7.0), torch.empty_like(part)
     compressor.decompress(payload, values)
-    compressor.decompress_active(payload, out, live, chunk)
-    assert torch.equal(out[:, at], values.where(alive[:, at], 0))
+    compressor.decompress_active(payload, out, active, chunk)
+    assert torch.equal(out[:, at], values.where(is_active[:, at], 0))
     out[:, at] = 7.0
     assert bool((out == 7.0).all())
 
@@ -160,33 +160,33 @@ def test_columns_are_compressed_by_themselves_and_dead_elements_are_0(compressor
 @given(shape=shapes)
 def test_decompress_mean_is_the_mean_of_what_decompress_gives(compressor, dtype, shape):
     x, _, _ = draw(*shape, dtype)
-    wire, rows, mean = wire_for(compressor, x), torch.empty_like(x), torch.empty(x.shape[1], dtype=dtype)
-    compressor.compress(x, wire)
-    compressor.decompress(wire, rows)
-    compressor.decompress_mean(wire, mean)
+    payload, rows, mean = payload_for(compressor, x), torch.empty_like(x), torch.empty(x.shape[1], dtype=dtype)
+    compressor.compress(x, payload)
+    compressor.decompress(payload, rows)
+    compressor.decompress_mean(payload, mean)
     torch.testing.assert_close(mean, rows.mean(0), rtol=1e-5, atol=1e-6)
 
 
 @every_case
 def test_a_row_can_be_decoded_by_itself_and_has_the_size_it_says(compressor):
     x, _, _ = draw(3, 1000, 5, torch.float32)
-    wire, rows = wire_for(compressor, x), torch.empty_like(x)
-    compressor.compress(x, wire)
-    compressor.decompress(wire, rows)
-    assert wire.shape[1] % 16 == 0
+    payload, rows = payload_for(compressor, x), torch.empty_like(x)
+    compressor.compress(x, payload)
+    compressor.decompress(payload, rows)
+    assert payload.shape[1] % 16 == 0
     for r in range(3):
         one = torch.empty(1, 1000)
-        compressor.decompress(wire[r : r + 1].clone(), one)
+        compressor.decompress(payload[r : r + 1].clone(), one)
         assert torch.equal(one[0], rows[r])
 
 
 def test_identity_loses_nothing():
     for dtype in (torch.float32, torch.float64):
         x, error, _ = draw(2, 33, 1, dtype)
-        wire, sent = wire_for(Identity(), x), torch.empty_like(x)
+        payload, sent = payload_for(Identity(), x), torch.empty_like(x)
         expected = x + error
-        Identity().compress_with_feedback(x, error, wire)
-        Identity().decompress(wire, sent)
+        Identity().compress_with_feedback(x, error, payload)
+        Identity().decompress(payload, sent)
         assert torch.equal(sent, expected)
         assert not error.any()
 
@@ -202,9 +202,9 @@ def test_a_sign_costs_one_bit_and_a_block_four_bytes(n):
 def test_a_block_of_zeros_decodes_to_zeros_and_does_not_dilute_its_neighbours():
     x = torch.zeros(1, 32)
     x[0, 8:16] = torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1]) * 3
-    wire, out = wire_for(Sign(block=8), x), torch.empty_like(x)
-    Sign(block=8).compress(x, wire)
-    Sign(block=8).decompress(wire, out)
+    payload, out = payload_for(Sign(block=8), x), torch.empty_like(x)
+    Sign(block=8).compress(x, payload)
+    Sign(block=8).decompress(payload, out)
     assert torch.equal(out, x)
 
 
@@ -218,8 +218,8 @@ def test_the_l2_residual_stays_bounded_where_that_of_l1_grows():
         history = []
         for _ in range(1500):
             x = (mean + 0.3 * mean * torch.randn(512, generator=g, dtype=torch.float64)).unsqueeze(0)
-            wire = wire_for(compressor, x)
-            compressor.compress_with_feedback(x, error, wire)
+            payload = payload_for(compressor, x)
+            compressor.compress_with_feedback(x, error, payload)
             history.append(error.norm() / mean.norm())
         sizes[norm] = (max(history[300:500]), max(history[1300:]))
     assert sizes["l2"][1] < 1.1 * sizes["l2"][0]

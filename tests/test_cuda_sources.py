@@ -16,13 +16,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wires import BLOCKS, FLAVOURS, new_wire, same
+from payloads import BLOCKS, FLAVOURS, new_payload, same
 
 from commopt import ops
 from commopt.ops import catalogue, cuda, cuda_integers, cuda_module, cuda_threshold, cuda_top_k, reference, tiles
 
 RUN = SimpleNamespace(**cuda.KERNELS)
-MASKS = ["none", "none", "some", "blocks", "all", "dead"]
+MASKS = ["none", "none", "some", "blocks", "all", "inactive"]
 THRESHOLD = ["measure", "begin", "count", "step", "tally", "places", "encode"]
 
 
@@ -158,13 +158,13 @@ def test_scales_are_the_same_however_the_grid_is_cut(fake, block):
     for count in (1, 300):  # 300 gradients take several launches
         g = [x.clone() for x in torch.ones(18_000).chunk(count)]
         offsets = [i * g[0].numel() for i in range(len(g))]
-        wire, rest = new_wire(2, 9000, block), torch.empty(18_000)
+        payload, rest = new_payload(2, 9000, block), torch.empty(18_000)
         fake.launches.clear()
-        RUN.sign_compress_momentum(m, g, offsets, 0.9, 0.1, error, rest, wire, block, 2, None, 0, 9000)
+        RUN.sign_compress_momentum(m, g, offsets, 0.9, 0.1, error, rest, payload, block, 2, None, 0, 9000)
         names = [name for name, _, _ in fake.launches]
         assert names.count("sign_compress_momentum") == (1 if count == 1 else 4)
         assert names.count("sign_residuals") == (block == 0)
-        outs.append((wire, rest))
+        outs.append((payload, rest))
     assert all(same(a, b) for a, b in zip(*outs))
 
 
@@ -185,15 +185,15 @@ def test_half_precision_rounds_to_even_once():
 @pytest.mark.parametrize("n", [0, 24])
 def test_nothing_is_launched_for_nothing(fake, n):
     fake.launches.clear()
-    x, wire, flat = torch.empty(2, n), new_wire(2, n, 8), torch.empty(2 * n)
+    x, payload, flat = torch.empty(2, n), new_payload(2, n, 8), torch.empty(2 * n)
     mask = torch.empty(n // 4, dtype=torch.uint8)
-    RUN.sign_compress(x, wire, 8, 2)
-    RUN.sign_compress_with_feedback(x, x.clone(), x, wire, 8, 2)
-    RUN.sign_compress_momentum(flat, [], [], 0.9, 0.1, flat.clone(), flat.clone(), wire, 8, 2, None, 0, n)
-    RUN.sign_decompress(wire, x, 8)
-    RUN.sign_decompress_adam_(wire, flat, flat.clone(), [], [], [], [], 0.0, 1.0, 8, None, 0, n)
-    RUN.sign_decompress_mean(wire, x[0], 8)
-    RUN.sign_reduce(wire, x[0], x[1], wire[0].clone(), 8, 2)
+    RUN.sign_compress(x, payload, 8, 2)
+    RUN.sign_compress_with_feedback(x, x.clone(), x, payload, 8, 2)
+    RUN.sign_compress_momentum(flat, [], [], 0.9, 0.1, flat.clone(), flat.clone(), payload, 8, 2, None, 0, n)
+    RUN.sign_decompress(payload, x, 8)
+    RUN.sign_decompress_adam_(payload, flat, flat.clone(), [], [], [], [], 0.0, 1.0, 8, None, 0, n)
+    RUN.sign_decompress_mean(payload, x[0], 8)
+    RUN.sign_reduce(payload, x[0], x[1], payload[0].clone(), 8, 2)
     top = torch.empty(2, ops.topk_nbytes(n, 4, 256, 2), dtype=torch.uint8)
     RUN.topk_compress(x, top, 4, 256, 2)
     RUN.topk_compress_with_feedback(x, x.clone(), x, top, 4, 256, 2)
@@ -206,7 +206,7 @@ def test_nothing_is_launched_for_nothing(fake, n):
     RUN.threshold_decompress(few, x, k)
     RUN.threshold_decompress_mean(few, x[0], k)
     RUN.pack_nonzero(flat, mask)
-    RUN.zero_dead_(flat, mask)
+    RUN.zero_inactive_(flat, mask)
     RUN.momentum(flat, [], [], 0.9, 0.1, flat)
     RUN.frozen_adam_apply_([], [], [], [], [], 0.0, 1.0)
     assert len(fake.launches) == (0 if n == 0 else 18 + 28)
@@ -216,11 +216,11 @@ def test_nothing_is_launched_for_nothing(fake, n):
 
 def test_what_no_kernel_handles_goes_to_the_reference(fake):
     fake.launches.clear()
-    x, wire = torch.randn(1, 24).double(), new_wire(1, 24, 8)
-    RUN.sign_compress(x, wire, 8, 2)
-    shifted = torch.empty(wire.numel() + 1, dtype=torch.uint8)[1:].view(1, -1)
+    x, payload = torch.randn(1, 24).double(), new_payload(1, 24, 8)
+    RUN.sign_compress(x, payload, 8, 2)
+    shifted = torch.empty(payload.numel() + 1, dtype=torch.uint8)[1:].view(1, -1)
     RUN.sign_compress(x.float(), shifted, 8, 2)
-    assert same(wire, shifted)
+    assert same(payload, shifted)
     top, out = torch.empty(1, ops.topk_nbytes(24, 24, 32, 32, x.dtype), dtype=torch.uint8), torch.empty_like(x)
     RUN.topk_compress_with_feedback(x, x * 0, out.clone(), top, 24, 32, 32)
     RUN.topk_decompress(top, out, 24, 32, 32)
@@ -233,18 +233,18 @@ def test_what_no_kernel_handles_goes_to_the_reference(fake):
 
 
 def test_more_tensors_in_a_block_than_a_launch_takes(fake):
-    tiny, wire, block = [torch.ones(1) for _ in range(500)], new_wire(1, 600, 0), 0
+    tiny, payload, block = [torch.ones(1) for _ in range(500)], new_payload(1, 600, 0), 0
     offsets = [*range(50, 550)]
     m, error, rest, out = torch.randn(600), torch.randn(600), torch.empty(600), torch.empty(600)
     fake.launches.clear()
-    RUN.sign_compress_momentum(m, tiny, offsets, 0.9, 0.1, error, rest, wire, block, 2, None, 0, 600)
+    RUN.sign_compress_momentum(m, tiny, offsets, 0.9, 0.1, error, rest, payload, block, 2, None, 0, 600)
     names = [name for name, _, _ in fake.launches]
     assert names == ["momentum"] * (len(names) - 1) + ["sign_compress"]
-    expected, expected_rest = new_wire(1, 600, 0), torch.empty(600)
+    expected, expected_rest = new_payload(1, 600, 0), torch.empty(600)
     reference.sign_compress_momentum(m, tiny, offsets, 0.9, 0.1, error, expected_rest, expected, block, 2, None, 0, 600)
     torch.testing.assert_close(rest, expected_rest, rtol=1e-6, atol=1e-6)
     v, ps, factors = torch.ones(600), [x.clone() for x in tiny], ([0.1] * 500, [0.5] * 500, 0.0, 1.0)
-    RUN.sign_decompress_adam_(wire, out, v, ps, offsets, *factors, block, None, 0, 600)
+    RUN.sign_decompress_adam_(payload, out, v, ps, offsets, *factors, block, None, 0, 600)
     torch.testing.assert_close(torch.cat(ps), 1 - 0.1 * out[50:550] / 2)
 
 
@@ -260,7 +260,7 @@ def test_arguments_are_as_large_as_the_sources_say(library):
         "sign_decompress_adam": tiles.DecompressAdam,
         "momentum": tiles.MomentumTo,
         "pack_nonzero": tiles.Mask,
-        "zero_dead": tiles.Mask,
+        "zero_inactive": tiles.Mask,
         "square_sum": tiles.Entries,
         "total": tiles.Total,
         "frozen_adam": tiles.Entries,

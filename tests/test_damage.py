@@ -223,11 +223,11 @@ def test_what_is_sound_is_what_can_be_right():
     for compressor in (Sign(block=64), Sign(block=None), Identity()):
         for dtype in (torch.float32, torch.float64):
             x = torch.randn(3, 200, dtype=dtype, generator=torch.Generator().manual_seed(0))
-            wire = torch.zeros(3, compressor.nbytes(200, dtype), dtype=torch.uint8)
-            compressor.compress(x, wire)
-            assert compressor.is_sound(wire, 200, dtype)
+            payload = torch.zeros(3, compressor.nbytes(200, dtype), dtype=torch.uint8)
+            compressor.compress(x, payload)
+            assert compressor.is_sound(payload, 200, dtype)
             for value in (math.nan, math.inf, -math.inf):
-                bad = wire.clone()
+                bad = payload.clone()
                 kind = torch.float32 if isinstance(compressor, Sign) else dtype
                 bad[2].view(kind)[0] = value
                 assert not compressor.is_sound(bad, 200, dtype), (compressor, value)

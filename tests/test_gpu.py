@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from payloads import BLOCKS, FLAVOURS, bits_equal, new_payload, same
 from torch import nn
-from wires import BLOCKS, FLAVOURS, bits_equal, new_wire, same
 from worlds import on_threads
 
 import commopt
@@ -28,7 +28,7 @@ pytestmark = [
 
 F64 = torch.float64
 RUN, GPU = torch.ops.commopt, torch.device("cuda", 0)
-MASKS = ["none", "none", "some", "blocks", "all", "dead"]
+MASKS = ["none", "none", "some", "blocks", "all", "inactive"]
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(41, 400), st.sampled_from([2049, 4096, 8193, 40_007, 300_001]))
 ALL_BLOCKS = st.sampled_from([*BLOCKS, 264, 4096, 8192, 8200, 100_000])
 SIZES = st.sampled_from([[1, 5, 16, 700, 30_000], [300, 5000]])
@@ -134,10 +134,10 @@ def test_more_ranks_than_lanes():
 
 def compressed_step(x):
     """Every operator that a compressed step calls, on what :func:`state` gave; the results."""
-    ops.sign_compress_momentum(x["m"], [x["g"]], [0], 0.9, 0.1, x["error"], x["error"], x["wires"], 2048, 2)
-    ops.sign_reduce(x["wires"], x["server"], x["server"], x["own"], 2048, 2)
-    x["wires"].copy_(x["own"].expand_as(x["wires"]))
-    ops.sign_decompress_adam_(x["wires"], x["m"], x["v"], [x["p"]], [0], [0.1], [0.5], 1e-8, 0.99, 2048)
+    ops.sign_compress_momentum(x["m"], [x["g"]], [0], 0.9, 0.1, x["error"], x["error"], x["payloads"], 2048, 2)
+    ops.sign_reduce(x["payloads"], x["server"], x["server"], x["own"], 2048, 2)
+    x["payloads"].copy_(x["own"].expand_as(x["payloads"]))
+    ops.sign_decompress_adam_(x["payloads"], x["m"], x["v"], [x["p"]], [0], [0.1], [0.5], 1e-8, 0.99, 2048)
     ops.sign_compress_with_feedback(x["m"].view(2, -1), x["error"].view(2, -1), x["whole"], 0, 2)
     x["norm"].copy_(ops.square_sum([x["m"], x["error"]]))
 
@@ -146,7 +146,11 @@ def state(device):
     generator, n = torch.Generator().manual_seed(0), 20_000
     x = {name: torch.rand(n, generator=generator) - 0.3 for name in ("m", "v", "p", "g", "error")}
     x |= {"v": x["v"].abs(), "g": x["g"].bfloat16(), "server": torch.zeros(n // 2), "norm": torch.zeros((), dtype=F64)}
-    x |= {"wires": new_wire(2, n // 2, 2048), "own": new_wire(1, n // 2, 2048)[0], "whole": new_wire(2, n // 2, 0)}
+    x |= {
+        "payloads": new_payload(2, n // 2, 2048),
+        "own": new_payload(1, n // 2, 2048)[0],
+        "whole": new_payload(2, n // 2, 0),
+    }
     return {name: tensor.to(device) for name, tensor in x.items()}
 
 
@@ -213,13 +217,13 @@ def test_a_block_of_more_tiles_than_one_thread_adds_up():
 
 
 def test_wrong_arguments_are_named():
-    wire, x = torch.empty(1, 16, dtype=torch.uint8), torch.ones(1, 8, device=GPU)
-    with pytest.raises(ValueError, match=r"wire must be .* on cuda:0, got .* on cpu"):
-        ops.sign_compress(x, wire, 0, 2)
-    with pytest.raises(ValueError, match=r"live must be .* on cuda:0, got .* on cpu"):
-        ops.sign_compress(x, wire.to(GPU), 0, 2, torch.ones(1, 1, dtype=torch.uint8))
+    payload, x = torch.empty(1, 16, dtype=torch.uint8), torch.ones(1, 8, device=GPU)
+    with pytest.raises(ValueError, match=r"payload must be .* on cuda:0, got .* on cpu"):
+        ops.sign_compress(x, payload, 0, 2)
+    with pytest.raises(ValueError, match=r"active must be .* on cuda:0, got .* on cpu"):
+        ops.sign_compress(x, payload.to(GPU), 0, 2, torch.ones(1, 1, dtype=torch.uint8))
     with pytest.raises(ValueError, match="x must be float32 or float64"):
-        ops.sign_compress(x.half(), wire.to(GPU), 0, 2)
+        ops.sign_compress(x.half(), payload.to(GPU), 0, 2)
     with pytest.raises(ValueError, match="grads must be floating and on cuda:0"):
         ops.momentum(x[0], [torch.ones(8)], [0], 0.9, 0.1, x[0])
 

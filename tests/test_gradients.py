@@ -98,7 +98,7 @@ def test_it_is_the_algorithm_on_plain_lists(world_size, norm):
     """Both phases of 1-bit Adam's compressed mean, with the gradient for its momentum, on lists of floats."""
     size, steps, block = 150, 7, 16
     row = math.ceil(size / (world_size * ROW_MULTIPLE)) * ROW_MULTIPLE
-    live = [i < size for i in range(row * world_size)]
+    active = [i < size for i in range(row * world_size)]
     worker = [[0.0] * (row * world_size) for _ in range(world_size)]
     server = [[0.0] * row for _ in range(world_size)]
 
@@ -111,16 +111,16 @@ def test_it_is_the_algorithm_on_plain_lists(world_size, norm):
         sent = []
         for rank in range(world_size):
             g = grads(step, rank) + [0.0] * (row * world_size - size)
-            z = [a + b if alive else 0.0 for a, b, alive in zip(g, worker[rank], live)]
+            z = [a + b if is_active else 0.0 for a, b, is_active in zip(g, worker[rank], active)]
             rows = [slice(row * r, row * (r + 1)) for r in range(world_size)]
-            sent.append([v for at in rows for v in oracle.compress(z[at], block, norm, live[at])])
+            sent.append([v for at in rows for v in oracle.compress(z[at], block, norm, active[at])])
             worker[rank] = [a - b for a, b in zip(z, sent[rank])]
         out: list[float] = []
         for r in range(world_size):
             at = slice(row * r, row * (r + 1))
             mean = [sum(column) / world_size for column in zip(*(s[at] for s in sent))]
-            z = [a + b if alive else 0.0 for a, b, alive in zip(mean, server[r], live[at])]
-            back = oracle.compress(z, block, norm, live[at])
+            z = [a + b if is_active else 0.0 for a, b, is_active in zip(mean, server[r], active[at])]
+            back = oracle.compress(z, block, norm, active[at])
             server[r] = [a - b for a, b in zip(z, back)]
             out += back
         expected.append(out[:size])

@@ -13,9 +13,9 @@ import oracle_integers as oracle
 import pytest
 import torch
 from hypothesis import given, settings
-from integer_checks import new_wire
+from integer_checks import new_payload
+from payloads import bits_equal, mask_bits, unpacked
 from torch import Tensor
-from wires import bits_equal, mask_bits, unpacked
 
 from commopt import ops
 from commopt.compress import Float8, Int2, Int4, Int8
@@ -47,23 +47,23 @@ def there_and_back(compressor: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", checks.BITS)
 @pytest.mark.parametrize(("n", "block"), [(1, 8), (37, 16), (100, 64), (300, 128), (129, 128), (64, 64)])
 def test_rows_are_those_of_the_definition(n, block, bits, stochastic, rotated):
-    for seed, mask in enumerate(["none", "some", "blocks", "dead"]):
+    for seed, mask in enumerate(["none", "some", "blocks", "inactive"]):
         x, error = normal(2, n, seed=seed), normal(2, n, seed=seed + 100) * 10.0**-seed
         x[0, : n // 2] = 0.0
-        live = mask_bits(mask, 2, n, np.random.default_rng(seed))
-        alive = np.ones((2, n), bool) if live is None else unpacked(live, n)
-        wire, out, rest, mean = new_wire(2, n, bits, block), torch.empty(2, n), torch.empty(2, n), torch.empty(n)
+        active = mask_bits(mask, 2, n, np.random.default_rng(seed))
+        is_active = np.ones((2, n), bool) if active is None else unpacked(active, n)
+        payload, out, rest, mean = new_payload(2, n, bits, block), torch.empty(2, n), torch.empty(2, n), torch.empty(n)
         out, rest, mean = out.double(), rest.double(), mean.double()
         coding = bits, block, stochastic, rotated, seed
-        ops.int_compress_with_feedback(x, error, wire, *coding, live, rest)
-        ops.int_decompress(wire, out, bits, block, rotated)
+        ops.int_compress_with_feedback(x, error, payload, *coding, active, rest)
+        ops.int_decompress(payload, out, bits, block, rotated)
         for r in range(2):
             z = (x + error)[r].tolist()
-            expected, sent = oracle.row(z, alive[r].tolist(), *coding)
-            assert wire[r].numpy().tobytes() == expected
+            expected, sent = oracle.row(z, is_active[r].tolist(), *coding)
+            assert payload[r].numpy().tobytes() == expected
             assert out[r].tolist() == sent
-            assert rest[r].tolist() == [a - b if here else 0.0 for a, b, here in zip(z, sent, alive[r])]
-        ops.int_decompress_mean(wire, mean, bits, block, rotated)
+            assert rest[r].tolist() == [a - b if here else 0.0 for a, b, here in zip(z, sent, is_active[r])]
+        ops.int_decompress_mean(payload, mean, bits, block, rotated)
         torch.testing.assert_close(mean, out.mean(0), rtol=1e-12, atol=1e-12)
 
 
@@ -113,32 +113,36 @@ def test_native_equals_reference_bitwise(isa):
 def test_what_bypasses_the_caches_is_the_same(isa, bits, rotated):
     n = 2**18 + 200  # the end is no whole block, nor a whole register
     x, error, results = normal(1, n, dtype=F32), normal(1, n, seed=1, dtype=F32), []
-    live = torch.full((1, -(-n // 8)), 255, dtype=torch.uint8)
-    live[0, 1000] = 3
+    active = torch.full((1, -(-n // 8)), 255, dtype=torch.uint8)
+    active[0, 1000] = 3
     for run in (ops.catalogue.REFERENCES, None):
-        wire, own, outs = new_wire(1, n, bits, 128), new_wire(1, n, bits, 128)[0], [torch.empty(1, n) for _ in range(5)]
+        payload, own, outs = (
+            new_payload(1, n, bits, 128),
+            new_payload(1, n, bits, 128)[0],
+            [torch.empty(1, n) for _ in range(5)],
+        )
         arguments = {
-            "int_compress_with_feedback": (x, error, outs[0], wire, bits, 128, False, rotated, 0, live),
-            "int_decompress": (wire, outs[1], bits, 128, rotated, live),
-            "int_decompress_mean": (wire, outs[2][0], bits, 128, rotated),
-            "int_reduce": (wire, error[0], outs[3][0], own, bits, 128, False, rotated, 0),
+            "int_compress_with_feedback": (x, error, outs[0], payload, bits, 128, False, rotated, 0, active),
+            "int_decompress": (payload, outs[1], bits, 128, rotated, active),
+            "int_decompress_mean": (payload, outs[2][0], bits, 128, rotated),
+            "int_reduce": (payload, error[0], outs[3][0], own, bits, 128, False, rotated, 0),
             "int_compress_momentum": (
-                x[0], [], [], 1.0, 0.0, error[0], outs[4][0], wire, bits, 128, False, rotated, 0, live, 0, n,
+                x[0], [], [], 1.0, 0.0, error[0], outs[4][0], payload, bits, 128, False, rotated, 0, active, 0, n,
             ),
         }  # fmt: skip
         for name, given_ in arguments.items():
             (run[name] if run else getattr(torch.ops.commopt, name))(*given_)
-        results.append((wire, own, *outs))
+        results.append((payload, own, *outs))
     for a, b in zip(*results):
         assert bits_equal(a, b)
 
 
 def test_more_ranks_than_any_buffer(isa):
     n, ranks, mean, expected = 1000, 150, torch.empty(1000), torch.empty(1000)
-    wire = new_wire(ranks, n, 4, 64)
-    ops.int_compress(normal(ranks, n, dtype=F32), wire, 4, 64)
-    ops.int_decompress_mean(wire, mean, 4, 64)
-    reference.int_decompress_mean(wire, expected, 4, 64, False)
+    payload = new_payload(ranks, n, 4, 64)
+    ops.int_compress(normal(ranks, n, dtype=F32), payload, 4, 64)
+    ops.int_decompress_mean(payload, mean, 4, 64)
+    reference.int_decompress_mean(payload, expected, 4, 64, False)
     assert bits_equal(mean, expected)
 
 
@@ -148,13 +152,13 @@ def test_results_do_not_depend_on_threads(isa, threads, bits):
     x, error = normal(2, n, dtype=F32), normal(2, n, seed=1, dtype=F32)
     for count in (1, 2, 3):
         threads(count)
-        wire, own = new_wire(2, n, bits, 128), new_wire(1, n, bits, 128)[0]
+        payload, own = new_payload(2, n, bits, 128), new_payload(1, n, bits, 128)[0]
         after, out, mean, rest = torch.empty(2, n), torch.empty(2, n), torch.empty(n), torch.empty(n)
-        ops.int_compress_with_feedback(x, error, wire, bits, 128, True, True, 5, None, after)
-        ops.int_decompress(wire, out, bits, 128, True)
-        ops.int_decompress_mean(wire, mean, bits, 128, True)
-        ops.int_reduce(wire, error[0], rest, own, bits, 128, True, True, 5)
-        seen.append((wire, own, after, out, mean, rest))
+        ops.int_compress_with_feedback(x, error, payload, bits, 128, True, True, 5, None, after)
+        ops.int_decompress(payload, out, bits, 128, True)
+        ops.int_decompress_mean(payload, mean, bits, 128, True)
+        ops.int_reduce(payload, error[0], rest, own, bits, 128, True, True, 5)
+        seen.append((payload, own, after, out, mean, rest))
     for other in seen[1:]:
         assert all(bits_equal(a, b) for a, b in zip(seen[0], other))
 
@@ -197,10 +201,10 @@ def test_zeros_are_zeros_and_a_bad_number_spoils_its_block_only(kind, rounding, 
 def test_what_is_absent_is_not_in_a_scale(kind, dtype):
     x, error = normal(1, 32, dtype=dtype), torch.zeros(1, 32, dtype=dtype)
     x[0, 3:8] = torch.tensor([1e6, math.nan, math.inf, -1e30, 5.0])
-    alive = torch.ones(32, dtype=torch.bool)
-    alive[3:8] = False
+    is_active = torch.ones(32, dtype=torch.bool)
+    is_active[3:8] = False
     active = torch.tensor([[0b00000111, 255, 255, 255]], dtype=torch.uint8)
-    few, compressor = x[:, alive].clone(), kind(block=32)
+    few, compressor = x[:, is_active].clone(), kind(block=32)
     payload, alone = (torch.empty(1, compressor.nbytes(32), dtype=torch.uint8) for _ in range(2))
     compressor.compress_with_feedback(x, error, payload, active)
     compressor.compress(torch.cat([few, few[:, :0]], 1), alone[:, : compressor.nbytes(27)])
@@ -209,7 +213,7 @@ def test_what_is_absent_is_not_in_a_scale(kind, dtype):
     compressor.decompress_active(payload, out, active)
     assert not out[0, 3:8].any()
     assert not error[0, 3:8].any()
-    assert bits_equal(error[:, alive], (x - out)[:, alive])
+    assert bits_equal(error[:, is_active], (x - out)[:, is_active])
 
 
 # stochastic rounding --------------------------------------------------------------------------------------------------
@@ -325,14 +329,14 @@ def test_settings_out_of_range_are_refused(arguments, says):
 
 
 def reduce_(**wrong):
-    right = {"wires": new_wire(2, 8, 4, 8), "error": torch.ones(8), "new_error": torch.ones(8)}
-    ops.int_reduce(**(right | {"own": new_wire(1, 8, 4, 8)[0], "bits": 4, "block": 8} | wrong))
+    right = {"payloads": new_payload(2, 8, 4, 8), "error": torch.ones(8), "new_error": torch.ones(8)}
+    ops.int_reduce(**(right | {"own": new_payload(1, 8, 4, 8)[0], "bits": 4, "block": 8} | wrong))
 
 
 def columns_(**wrong):
     right = {"m": torch.ones(16), "grads": [], "offsets": [], "beta": 1.0, "alpha": 1.0, "error": torch.ones(16)}
     ops.int_compress_momentum(
-        **(right | {"new_error": torch.ones(16), "wire": new_wire(2, 8, 4, 8), "bits": 4, "block": 8} | wrong)
+        **(right | {"new_error": torch.ones(16), "payload": new_payload(2, 8, 4, 8), "bits": 4, "block": 8} | wrong)
     )
 
 
@@ -342,38 +346,41 @@ def columns_(**wrong):
         (lambda: ops.int_nbytes(-1, 8, 8), "n must be at least 0, got -1"),
         (lambda: ops.int_nbytes(8, 3, 8), r"bits must be 8, 4 or 2, or E4M3 \(43\) or E5M2 \(52\), got 3"),
         (lambda: ops.int_nbytes(8, 4, 12), "power of two from 8 to 8192, got 12"),
-        (lambda: ops.int_compress(torch.ones(8), new_wire(1, 8, 4, 8), 4, 8), "x .*2 dimensions"),
-        (lambda: ops.int_compress(torch.ones(1, 8).half(), new_wire(1, 8, 4, 8), 4, 8), "x .*float16"),
-        (lambda: ops.int_compress(torch.ones(1, 99), new_wire(1, 8, 4, 8), 4, 8), r"wire .*\(1, 112\)"),
-        (lambda: ops.int_compress(torch.ones(1, 8), new_wire(1, 8, 4, 8), 4, 8, seed=2**32), "seed .*got 4294967296"),
+        (lambda: ops.int_compress(torch.ones(8), new_payload(1, 8, 4, 8), 4, 8), "x .*2 dimensions"),
+        (lambda: ops.int_compress(torch.ones(1, 8).half(), new_payload(1, 8, 4, 8), 4, 8), "x .*float16"),
+        (lambda: ops.int_compress(torch.ones(1, 99), new_payload(1, 8, 4, 8), 4, 8), r"payload .*\(1, 112\)"),
         (
-            lambda: ops.int_compress(torch.ones(1, 8), new_wire(1, 8, 4, 8), 4, 8, live=torch.ones(1, 8)),
-            r"live .*\(1, 1\)",
+            lambda: ops.int_compress(torch.ones(1, 8), new_payload(1, 8, 4, 8), 4, 8, seed=2**32),
+            "seed .*got 4294967296",
         ),
         (
-            lambda: ops.int_compress_with_feedback(torch.ones(1, 8), torch.ones(8), new_wire(1, 8, 4, 8), 4, 8),
+            lambda: ops.int_compress(torch.ones(1, 8), new_payload(1, 8, 4, 8), 4, 8, active=torch.ones(1, 8)),
+            r"active .*\(1, 1\)",
+        ),
+        (
+            lambda: ops.int_compress_with_feedback(torch.ones(1, 8), torch.ones(8), new_payload(1, 8, 4, 8), 4, 8),
             "error",
         ),
         (
             lambda: ops.int_compress_with_feedback(
-                torch.ones(1, 8), torch.ones(1, 8), new_wire(1, 8, 4, 8), 4, 8, new_error=torch.ones(1, 8).double()
+                torch.ones(1, 8), torch.ones(1, 8), new_payload(1, 8, 4, 8), 4, 8, new_error=torch.ones(1, 8).double()
             ),
             "new_error .*float64",
         ),
-        (lambda: ops.int_decompress(new_wire(2, 8, 4, 8), torch.ones(3, 8), 4, 8), r"wire .*\(3, 16\)"),
-        (lambda: ops.int_decompress_mean(new_wire(2, 8, 4, 8), torch.ones(1, 8), 4, 8), "out .*1 dimensions"),
-        (lambda: ops.int_decompress_mean(new_wire(2, 8, 4, 8)[:0], torch.ones(8), 4, 8), "at least one rank"),
-        (lambda: columns_(wire=new_wire(3, 8, 4, 8)), "share the 16 elements equally"),
+        (lambda: ops.int_decompress(new_payload(2, 8, 4, 8), torch.ones(3, 8), 4, 8), r"payload .*\(3, 16\)"),
+        (lambda: ops.int_decompress_mean(new_payload(2, 8, 4, 8), torch.ones(1, 8), 4, 8), "out .*1 dimensions"),
+        (lambda: ops.int_decompress_mean(new_payload(2, 8, 4, 8)[:0], torch.ones(8), 4, 8), "at least one rank"),
+        (lambda: columns_(payload=new_payload(3, 8, 4, 8)), "share the 16 elements equally"),
         (lambda: columns_(start=4), "multiples of 8 .*got 4, 8"),
         (lambda: columns_(seed=-1), "seed .*got -1"),
         (lambda: columns_(error=torch.ones(8)), "error"),
         (lambda: columns_(grads=[torch.ones(9)], offsets=[8]), "grads .*16 elements .*17"),
-        (lambda: ops.int_decompress_to(new_wire(2, 8, 4, 8), [torch.ones(9)], [8], 16, 4, 8), "outs .*ends at 17"),
-        (lambda: ops.int_decompress_to(new_wire(2, 8, 4, 8), [], [], 40, 4, 8), r"wire .*\(2, 32\)"),
-        (lambda: reduce_(wires=torch.empty(2, 16)), "wires .*float32"),
+        (lambda: ops.int_decompress_to(new_payload(2, 8, 4, 8), [torch.ones(9)], [8], 16, 4, 8), "outs .*ends at 17"),
+        (lambda: ops.int_decompress_to(new_payload(2, 8, 4, 8), [], [], 40, 4, 8), r"payload .*\(2, 32\)"),
+        (lambda: reduce_(payloads=torch.empty(2, 16)), "payloads .*float32"),
         (lambda: reduce_(new_error=torch.ones(9)), "new_error"),
-        (lambda: reduce_(own=new_wire(1, 8, 4, 8)), "own"),
-        (lambda: reduce_(live=torch.ones(2, dtype=torch.uint8)), "live"),
+        (lambda: reduce_(own=new_payload(1, 8, 4, 8)), "own"),
+        (lambda: reduce_(active=torch.ones(2, dtype=torch.uint8)), "active"),
         (lambda: reduce_(seed=-1), "seed .*got -1"),
     ],
 )
@@ -384,10 +391,10 @@ def test_wrong_arguments_are_named(call, says):
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_empty_rows_are_no_error(dtype):
-    x, wire = torch.empty(2, 0, dtype=dtype), new_wire(2, 0, 4, 8)
-    assert wire.shape == (2, 0)
-    ops.int_compress(x, wire, 4, 8, True, True)
-    ops.int_compress_with_feedback(x, x.clone(), wire, 4, 8, True, True)
-    ops.int_decompress(wire, x, 4, 8, True)
-    ops.int_decompress_mean(wire, x[0], 4, 8, True)
-    ops.int_reduce(wire, x[0], x[1], wire[0].clone(), 4, 8, True, True)
+    x, payload = torch.empty(2, 0, dtype=dtype), new_payload(2, 0, 4, 8)
+    assert payload.shape == (2, 0)
+    ops.int_compress(x, payload, 4, 8, True, True)
+    ops.int_compress_with_feedback(x, x.clone(), payload, 4, 8, True, True)
+    ops.int_decompress(payload, x, 4, 8, True)
+    ops.int_decompress_mean(payload, x[0], 4, 8, True)
+    ops.int_reduce(payload, x[0], x[1], payload[0].clone(), 4, 8, True, True)

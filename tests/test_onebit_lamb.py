@@ -282,8 +282,8 @@ def test_at_the_switch_all_momenta_are_brought_to_one_magnitude_and_it_stays():
         optimizer = make(model, backend)
         train(model, optimizer, range(4), backend.rank, 2)
         states = {p: optimizer.state[p] for p in model.parameters() if p in optimizer.state}
-        live = {p: s["exp_avg_sq"] > 0 for p, s in states.items()}
-        rms = {p: s["exp_avg"][live[p]].double().square().mean().sqrt() for p, s in states.items() if live[p].any()}
+        active = {p: s["exp_avg_sq"] > 0 for p, s in states.items()}
+        rms = {p: s["exp_avg"][active[p]].double().square().mean().sqrt() for p, s in states.items() if active[p].any()}
         assert all(s["scaling_coeff"] == 0 for s in states.values()), "not known in warm-up"
         frozen = [s["exp_avg_sq"].clone() for s in states.values()]
         train(model, optimizer, range(4, 5), backend.rank, 2)

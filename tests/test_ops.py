@@ -24,9 +24,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isas import ISAS
+from payloads import BLOCKS, FLAVOURS, bits_equal, mask_bits, new_payload, unpacked, values
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wires import BLOCKS, FLAVOURS, bits_equal, mask_bits, new_wire, unpacked, values
 
 from commopt import ops
 from commopt.ops import native, reference
@@ -34,19 +34,19 @@ from commopt.ops import native, reference
 F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 
 
-def oracle_row(z: list[float], alive: list[bool], block: int, norm: int) -> tuple[bytes, list[float]]:
-    """One wire row, and what is left of each element, from the definition."""
+def oracle_row(z: list[float], is_active: list[bool], block: int, norm: int) -> tuple[bytes, list[float]]:
+    """One payload row, and what is left of each element, from the definition."""
     n = len(z)
     block = block or n
     scales, rest = [], []
     for start in range(0, n, block):
-        part = [v for v, a in zip(z[start : start + block], alive[start : start + block]) if a]
+        part = [v for v, a in zip(z[start : start + block], is_active[start : start + block]) if a]
         mean = math.fsum(v * v if norm == 2 else abs(v) for v in part) / len(part) if part else 0.0
         scales.append(np.float32(math.sqrt(mean) if norm == 2 else mean))
-    for i, (v, a) in enumerate(zip(z, alive)):
+    for i, (v, a) in enumerate(zip(z, is_active)):
         s = float(scales[i // block])
         rest.append((v - s if v >= 0 else v + s) if a else 0.0)
-    signs = np.packbits([v >= 0 and a for v, a in zip(z, alive)], bitorder="little")
+    signs = np.packbits([v >= 0 and a for v, a in zip(z, is_active)], bitorder="little")
     row = np.array(scales, dtype="<f4").tobytes() + signs.tobytes()
     return row + bytes(-len(row) % 16), rest
 
@@ -57,7 +57,7 @@ sign_cases = given(
     block=st.sampled_from(BLOCKS),
     norm=st.sampled_from([1, 2]),
     flavour=st.sampled_from(FLAVOURS),
-    mask=st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
+    mask=st.sampled_from(["none", "none", "some", "blocks", "all", "inactive"]),
     seed=st.integers(0, 2**32 - 1),
 )
 
@@ -68,26 +68,26 @@ def test_sign_reference_matches_the_definition(rows, n, block, norm, flavour, ma
     n = min(n, 500)
     rng = np.random.default_rng(seed)
     x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
-    live, wire, z = mask_bits(mask, rows, n, rng), new_wire(rows, n, block), x + error
-    alive = np.ones((rows, n), bool) if live is None else unpacked(live, n)
+    active, payload, z = mask_bits(mask, rows, n, rng), new_payload(rows, n, block), x + error
+    is_active = np.ones((rows, n), bool) if active is None else unpacked(active, n)
     before, error_before, new_error = x.clone(), error.clone(), torch.empty(rows, n)
-    reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
+    reference.sign_compress_with_feedback(x, error, new_error, payload, block, norm, active)
     assert bits_equal(x, before)
     assert bits_equal(error, error_before)
     out, masked = torch.empty(rows, n), torch.empty(rows, n)
-    reference.sign_decompress(wire, out, block)
-    reference.sign_decompress(wire, masked, block, live)
-    assert bits_equal(masked, out.where(torch.from_numpy(alive), 0))
+    reference.sign_decompress(payload, out, block)
+    reference.sign_decompress(payload, masked, block, active)
+    assert bits_equal(masked, out.where(torch.from_numpy(is_active), 0))
     for r in range(rows):
-        row, rest = oracle_row(z[r].tolist(), alive[r].tolist(), block, norm)
-        assert wire[r].numpy().tobytes() == row
+        row, rest = oracle_row(z[r].tolist(), is_active[r].tolist(), block, norm)
+        assert payload[r].numpy().tobytes() == row
         np.testing.assert_array_equal(new_error[r].numpy(), np.array(rest, dtype=np.float32))
         nblocks = -(-n // (block or n))
         scale = np.repeat(np.frombuffer(row[: 4 * nblocks], "<f4"), block or n)[:n]
         plus = np.unpackbits(np.frombuffer(row, np.uint8, offset=4 * nblocks), bitorder="little")[:n]
         np.testing.assert_array_equal(out[r].numpy(), np.where(plus, scale, -scale))
     mean, expected = torch.empty(n), torch.zeros(n)
-    reference.sign_decompress_mean(wire, mean, block)
+    reference.sign_decompress_mean(payload, mean, block)
     for r in range(rows):  # a division of the scale is a division of the decoded element
         expected = out[r] / rows if r == 0 else expected + out[r] / rows
     assert torch.equal(mean, expected)
@@ -98,30 +98,30 @@ def test_sign_reference_matches_the_definition(rows, n, block, norm, flavour, ma
 def check_native_sign(rows, n, block, norm, flavour, mask, seed):
     rng = np.random.default_rng(seed)
     x, error = values(flavour, (rows, n), rng), values(flavour, (rows, n), rng)
-    live = mask_bits(mask, rows, n, rng)
+    active = mask_bits(mask, rows, n, rng)
     mean, results = torch.empty(n), []
     for provider in (torch.ops.commopt, reference):
-        plain, wire, own = new_wire(rows, n, block), new_wire(rows, n, block), new_wire(1, n, block)[0]
+        plain, payload, own = new_payload(rows, n, block), new_payload(rows, n, block), new_payload(1, n, block)[0]
         new_error, out, masked, mean, rest = (torch.empty(s) for s in ((rows, n), (rows, n), (rows, n), n, n))
-        provider.sign_compress(x, plain, block, norm, live)
-        provider.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
-        provider.sign_decompress(wire, out, block)
-        provider.sign_decompress(wire, masked, block, live)
-        provider.sign_decompress_mean(wire, mean, block)
-        provider.sign_reduce(wire, error[0], rest, own, block, norm, None if live is None else live[0])
-        results.append((plain, wire, new_error, out, masked, mean, own, rest))
+        provider.sign_compress(x, plain, block, norm, active)
+        provider.sign_compress_with_feedback(x, error, new_error, payload, block, norm, active)
+        provider.sign_decompress(payload, out, block)
+        provider.sign_decompress(payload, masked, block, active)
+        provider.sign_decompress_mean(payload, mean, block)
+        provider.sign_reduce(payload, error[0], rest, own, block, norm, None if active is None else active[0])
+        results.append((plain, payload, new_error, out, masked, mean, own, rest))
     for a, b in zip(*results):
         assert bits_equal(a, b)
-    _, wire, new_error, _, _, _, own, rest = results[0]
+    _, payload, new_error, _, _, _, own, rest = results[0]
     places = x.clone(), error.clone()
     for i, place in enumerate(places):  # the new residual may take the place of either
-        again, inputs = new_wire(rows, n, block), [x, error]
+        again, inputs = new_payload(rows, n, block), [x, error]
         inputs[i] = place
-        torch.ops.commopt.sign_compress_with_feedback(*inputs, place, again, block, norm, live)
-        assert bits_equal(again, wire)
+        torch.ops.commopt.sign_compress_with_feedback(*inputs, place, again, block, norm, active)
+        assert bits_equal(again, payload)
         assert bits_equal(place, new_error)
     again, place = torch.empty_like(own), error[0].clone()
-    ops.sign_reduce(wire, place, place, again, block, norm, None if live is None else live[0])
+    ops.sign_reduce(payload, place, place, again, block, norm, None if active is None else active[0])
     assert bits_equal(again, own)
     assert bits_equal(place, rest)
 
@@ -135,7 +135,7 @@ def test_sign_native_equals_reference_bitwise(isa):
 def check_momentum_and_compression(rows, n, block, norm, flavour, mask, seed):
     rng = np.random.default_rng(seed)
     m, error = values(flavour, (rows * n,), rng), values(flavour, (rows * n,), rng)
-    live, wires = mask_bits(mask, rows, n, rng), [new_wire(rows, n, block), new_wire(rows, n, block)]
+    active, payloads = mask_bits(mask, rows, n, rng), [new_payload(rows, n, block), new_payload(rows, n, block)]
     grads, offsets, at = [], [], 0
     while at < rows * n:  # gradients of many sizes and kinds, some of them missing
         size = min(int(rng.choice([1, 5, 16, 700, 30_000])), rows * n - at)
@@ -145,17 +145,17 @@ def check_momentum_and_compression(rows, n, block, norm, flavour, mask, seed):
             offsets.append(at)
         at += size
     before, errors = (m.clone(), error.clone()), [torch.empty(rows * n), torch.empty(rows * n)]
-    ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, errors[0], wires[0], block, norm, live)
+    ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, errors[0], payloads[0], block, norm, active)
     assert bits_equal(m, before[0])
     assert bits_equal(error, before[1])
-    again, in_place = new_wire(rows, n, block), error.clone()
-    ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, in_place, in_place, again, block, norm, live)
-    assert bits_equal(again, wires[0])
+    again, in_place = new_payload(rows, n, block), error.clone()
+    ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, in_place, in_place, again, block, norm, active)
+    assert bits_equal(again, payloads[0])
     assert bits_equal(in_place, errors[0])
     ops.momentum(m, grads, offsets, 0.9, 0.1, m)
     x, error = m.view(rows, n), error.view(rows, n)
-    ops.sign_compress_with_feedback(x, error, wires[1], block, norm, live, errors[1].view(rows, n))
-    assert bits_equal(*wires)
+    ops.sign_compress_with_feedback(x, error, payloads[1], block, norm, active, errors[1].view(rows, n))
+    assert bits_equal(*payloads)
     assert bits_equal(*errors)
 
 
@@ -165,37 +165,37 @@ def test_momentum_and_compression_in_one_equal_the_two(isa):
 
 def test_no_scale_is_lost_when_ranks_outnumber_one_call(isa):
     n, ranks = 1000, 150  # the kernel adds up 64 ranks at a time
-    wire = new_wire(ranks, n, 64)
-    ops.sign_compress(torch.randn(ranks, n), wire, 64, 2)
+    payload = new_payload(ranks, n, 64)
+    ops.sign_compress(torch.randn(ranks, n), payload, 64, 2)
     out, expected = torch.empty(n), torch.empty(n)
-    ops.sign_decompress_mean(wire, out, 64)
-    reference.sign_decompress_mean(wire, expected, 64)
+    ops.sign_decompress_mean(payload, out, 64)
+    reference.sign_decompress_mean(payload, expected, 64)
     assert bits_equal(out, expected)
-    own, rest, error = new_wire(1, n, 64), torch.empty(n), torch.randn(n)
-    ops.sign_reduce(wire, error, rest, own[0], 64, 2)
-    ops.sign_compress_with_feedback(expected[None], error[None], wire[:1], 64, 2)
-    assert bits_equal(own, wire[:1])
+    own, rest, error = new_payload(1, n, 64), torch.empty(n), torch.randn(n)
+    ops.sign_reduce(payload, error, rest, own[0], 64, 2)
+    ops.sign_compress_with_feedback(expected[None], error[None], payload[:1], 64, 2)
+    assert bits_equal(own, payload[:1])
     assert bits_equal(rest, error)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_large_outputs_are_streamed_right(isa, offset):
     n = 2**18 + 37  # past the size from which stores bypass the caches; offset 1: not on a cache line
-    wire = torch.randint(0, 256, (2, ops.sign_nbytes(n, 4096)), dtype=torch.uint8)
-    wire[:, : 4 * -(-n // 4096)].view(torch.float32).uniform_(0.5, 1)
+    payload = torch.randint(0, 256, (2, ops.sign_nbytes(n, 4096)), dtype=torch.uint8)
+    payload[:, : 4 * -(-n // 4096)].view(torch.float32).uniform_(0.5, 1)
     out = torch.empty(n + offset)[offset:]
-    ops.sign_decompress_mean(wire, out, 4096)
+    ops.sign_decompress_mean(payload, out, 4096)
     expected = torch.empty(n)
-    reference.sign_decompress_mean(wire, expected, 4096)
+    reference.sign_decompress_mean(payload, expected, 4096)
     assert bits_equal(out, expected)
-    live = torch.randint(0, 256, (1, (n + 7) // 8), dtype=torch.uint8)
-    for mask in (None, live):
-        ops.sign_decompress(wire[:1], out.view(1, n), 4096, mask)
-        reference.sign_decompress(wire[:1], expected.view(1, n), 4096, mask)
+    active = torch.randint(0, 256, (1, (n + 7) // 8), dtype=torch.uint8)
+    for mask in (None, active):
+        ops.sign_decompress(payload[:1], out.view(1, n), 4096, mask)
+        reference.sign_decompress(payload[:1], expected.view(1, n), 4096, mask)
         assert bits_equal(out, expected)
-    error, own = torch.randn(n), [torch.empty_like(wire[0]), torch.empty_like(wire[0])]
-    ops.sign_reduce(wire, error, out, own[0], 4096, 2, live[0])  # a residual too is streamed, or not
-    reference.sign_reduce(wire, error, expected, own[1], 4096, 2, live[0])
+    error, own = torch.randn(n), [torch.empty_like(payload[0]), torch.empty_like(payload[0])]
+    ops.sign_reduce(payload, error, out, own[0], 4096, 2, active[0])  # a residual too is streamed, or not
+    reference.sign_reduce(payload, error, expected, own[1], 4096, 2, active[0])
     assert bits_equal(out, expected)
     assert bits_equal(*own)
 
@@ -209,19 +209,19 @@ def test_results_do_not_depend_on_threads(isa, threads, block, norm):
     seen = []
     for count in (1, 2, 3):
         threads(count)
-        wire, first, own = new_wire(2, n, block), new_wire(2, n, block), new_wire(1, n, block)[0]
+        payload, first, own = new_payload(2, n, block), new_payload(2, n, block), new_payload(1, n, block)[0]
         e, mean, rest, new_error, m = (torch.empty(s) for s in ((2, n), n, n, 2 * n, 2 * n))
-        ops.sign_compress_with_feedback(x, error, wire, block, norm, None, e)
-        ops.sign_decompress_mean(wire, mean, block)
-        ops.sign_reduce(wire, error[0], rest, own, block, norm)
+        ops.sign_compress_with_feedback(x, error, payload, block, norm, None, e)
+        ops.sign_decompress_mean(payload, mean, block)
+        ops.sign_reduce(payload, error[0], rest, own, block, norm)
         ops.momentum(x.view(-1), grads, offsets, 0.9, 0.1, m)
         flat = x.view(-1), grads, offsets, 0.9, 0.1, error.view(-1), new_error
         ops.sign_compress_momentum(*flat, first, block, norm)
-        seen.append((wire, e, mean, own, rest, m, first, new_error, ops.square_sum([x, error])))
+        seen.append((payload, e, mean, own, rest, m, first, new_error, ops.square_sum([x, error])))
     for other in seen[1:]:
         assert all(bits_equal(a, b) for a, b in zip(seen[0], other))
-    reference.sign_compress_with_feedback(x, error, e, wire, block, norm)
-    assert bits_equal(wire, seen[0][0])
+    reference.sign_compress_with_feedback(x, error, e, payload, block, norm)
+    assert bits_equal(payload, seen[0][0])
     assert bits_equal(e, seen[0][1])
 
 
@@ -229,30 +229,30 @@ def test_kernels_can_run_in_several_python_threads(isa):
     x = torch.randn(1, 200_000)
 
     def run(_):
-        wire = new_wire(1, x.shape[1], 0)
-        ops.sign_compress(x, wire, 0, 2)
-        return wire
+        payload = new_payload(1, x.shape[1], 0)
+        ops.sign_compress(x, payload, 0, 2)
+        return payload
 
     with ThreadPoolExecutor(4) as pool:
-        wires = list(pool.map(run, range(16)))
-    assert all(torch.equal(wires[0], w) for w in wires)
+        payloads = list(pool.map(run, range(16)))
+    assert all(torch.equal(payloads[0], w) for w in payloads)
 
 
 @pytest.mark.parametrize("block", [0, 8, 64])
 @pytest.mark.parametrize("norm", [1, 2])
 def test_nothing_is_lost_in_float64(block, norm):
     x, error = torch.randn(3, 201, dtype=torch.float64), torch.randn(3, 201, dtype=torch.float64)
-    before, wire, sent = x + error, new_wire(3, 201, block), torch.empty_like(x)
-    ops.sign_compress_with_feedback(x, error, wire, block, norm)
-    ops.sign_decompress(wire, sent, block)
+    before, payload, sent = x + error, new_payload(3, 201, block), torch.empty_like(x)
+    ops.sign_compress_with_feedback(x, error, payload, block, norm)
+    ops.sign_decompress(payload, sent, block)
     torch.testing.assert_close(sent + error, before, rtol=1e-12, atol=1e-12)
 
 
 def test_a_block_without_anything_to_send_decodes_to_zeros(isa):
-    x, wire, out = torch.zeros(1, 24), new_wire(1, 24, 8), torch.ones(1, 24)
+    x, payload, out = torch.zeros(1, 24), new_payload(1, 24, 8), torch.ones(1, 24)
     x[0, :8] = 1
-    ops.sign_compress(x, wire, 8, 2, torch.tensor([[255, 255, 0]], dtype=torch.uint8))
-    ops.sign_decompress(wire, out, 8)
+    ops.sign_compress(x, payload, 8, 2, torch.tensor([[255, 255, 0]], dtype=torch.uint8))
+    ops.sign_decompress(payload, out, 8)
     assert out.tolist() == [[1.0] * 8 + [0.0] * 16]
 
 
@@ -262,14 +262,14 @@ def test_a_block_without_anything_to_send_decodes_to_zeros(isa):
 def test_sign_nbytes(n, block, nbytes):
     assert ops.sign_nbytes(n, block) == nbytes
     for tensor in (torch.empty(2, n), torch.empty(2, n, dtype=torch.float64)):  # an empty row is no error
-        wire = new_wire(2, n, block)
-        ops.sign_compress(tensor, wire, block, 2)
-        ops.sign_compress_with_feedback(tensor, tensor.clone(), wire, block, 2)
-        ops.sign_decompress(wire, tensor, block)
-        ops.sign_decompress_mean(wire, tensor[0], block)
-        ops.sign_reduce(wire, tensor[0], tensor[1], wire[0].clone(), block, 2)
+        payload = new_payload(2, n, block)
+        ops.sign_compress(tensor, payload, block, 2)
+        ops.sign_compress_with_feedback(tensor, tensor.clone(), payload, block, 2)
+        ops.sign_decompress(payload, tensor, block)
+        ops.sign_decompress_mean(payload, tensor[0], block)
+        ops.sign_reduce(payload, tensor[0], tensor[1], payload[0].clone(), block, 2)
         flat = tensor.clone().view(-1)
-        ops.sign_compress_momentum(flat, [], [], 0.9, 0.1, flat.clone(), tensor.view(-1), wire, block, 2)
+        ops.sign_compress_momentum(flat, [], [], 0.9, 0.1, flat.clone(), tensor.view(-1), payload, block, 2)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 64, 65, 1000, 70_001])
@@ -285,7 +285,7 @@ def test_masks(isa, n, dtype):
     assert bits.tolist() == np.packbits(x.numpy() != 0, bitorder="little").tolist()
     y = torch.randn(n, dtype=dtype)
     expected = np.where(unpacked(bits, n), y.numpy(), 0)
-    ops.zero_dead_(y, bits)
+    ops.zero_inactive_(y, bits)
     np.testing.assert_array_equal(y.numpy(), expected)
 
 
@@ -395,7 +395,7 @@ def test_frozen_adam(isa, provider, dtype):
 @pytest.mark.parametrize("cuts", [(0, 640, 1280, 2004), (0, 64, 1984, 2004), (0, 2004)])
 def test_rows_cut_at_blocks_are_compressed_and_moved_as_whole(isa, cuts, dtype):
     rows, n, block = 3, 2004, 64
-    live = torch.randint(0, 256, (rows, (n + 7) // 8), dtype=torch.uint8)
+    active = torch.randint(0, 256, (rows, (n + 7) // 8), dtype=torch.uint8)
     m, error = torch.randn(2, rows * n, dtype=dtype)
     ps = [torch.randn(700), torch.randn(9, 300).t(), torch.randn(n + 401).bfloat16()]
     grads, offsets, then = [torch.randn_like(p) for p in ps], [5, 800, n + 1500], ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
@@ -403,11 +403,11 @@ def test_rows_cut_at_blocks_are_compressed_and_moved_as_whole(isa, cuts, dtype):
     for pieces in ([(0, n)], list(itertools.pairwise(cuts))):
         moved, after, new_m = [p.clone() for p in ps], torch.zeros_like(error), torch.zeros_like(m)
         for start, stop in pieces:
-            wire = new_wire(rows, stop - start, block)
+            payload = new_payload(rows, stop - start, block)
             columns = {"start": start, "stop": stop}
-            ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, after, wire, block, 2, live, **columns)
+            ops.sign_compress_momentum(m, grads, offsets, 0.9, 0.1, error, after, payload, block, 2, active, **columns)
             v = m.abs()
-            ops.sign_decompress_adam_(wire, new_m, v, moved, offsets, *then, 1e-8, 0.99, block, live, **columns)
+            ops.sign_decompress_adam_(payload, new_m, v, moved, offsets, *then, 1e-8, 0.99, block, active, **columns)
         results.append([after, new_m, *moved])
     assert not any(bits_equal(p, q) for p, q in zip(ps, results[0][2:]))
     for whole, cut in zip(*results):
@@ -423,9 +423,9 @@ def test_rows_cut_at_blocks_are_compressed_and_moved_as_whole(isa, cuts, dtype):
 def test_decompression_and_frozen_adam_in_one_equal_the_two(isa, threads, n, block, dtype):
     threads(2)
     sizes = [1, 0, 1500, 700, 16, 12_345, 2**17]
-    wire = new_wire(2, n, block)
-    ops.sign_compress(torch.randn(2, n, dtype=dtype), wire, block, 2)
-    live = torch.randint(0, 256, (2, (n + 7) // 8), dtype=torch.uint8)
+    payload = new_payload(2, n, block)
+    ops.sign_compress(torch.randn(2, n, dtype=dtype), payload, block, 2)
+    active = torch.randint(0, 256, (2, (n + 7) // 8), dtype=torch.uint8)
     ps, offsets, at = [], [], 7
     for i, size in enumerate(s for s in sizes if s < n):
         p = torch.randn(size)
@@ -435,20 +435,20 @@ def test_decompression_and_frozen_adam_in_one_equal_the_two(isa, threads, n, blo
     steps, corrections = [0.1 * (i + 1) for i in range(len(ps))], [0.3 + 0.1 * i for i in range(len(ps))]
     m, v = torch.empty(2, 2 * n, dtype=dtype), torch.rand(2 * n, dtype=dtype)
     v[::3] = 0.0
-    for more, mask in (([], None), ([torch.randn(8, 6).t(), torch.randn(9).half()], live)):
+    for more, mask in (([], None), ([torch.randn(8, 6).t(), torch.randn(9).half()], active)):
         mine = [p.clone() for p in ps] + more  # what no kernel reads too
         same, places = [p.clone() for p in mine], [*offsets, at, at + 48][: len(mine)]
         factors = [*steps, 0.1, 0.2][: len(mine)], [*corrections, 0.5, 0.6][: len(mine)]
         versions = [p._version for p in mine]
-        ops.sign_decompress_adam_(wire, m[0], v, mine, places, *factors, 1e-8, 0.99, block, mask)
-        ops.sign_decompress(wire, m[1].view(2, n), block, mask)
+        ops.sign_decompress_adam_(payload, m[0], v, mine, places, *factors, 1e-8, 0.99, block, mask)
+        ops.sign_decompress(payload, m[1].view(2, n), block, mask)
         views = [[flat[o : o + p.numel()].view(p.shape) for p, o in zip(mine, places)] for flat in (m[1], v)]
         ops.frozen_adam_apply_(same, *views, *factors, 1e-8, 0.99)
         assert bits_equal(m[0], m[1])
         assert all(bits_equal(p.contiguous(), q.contiguous()) for p, q in zip(mine, same))
         assert all(p._version > version for p, version in zip(mine, versions))
         before = [p.clone() for p in ps]
-        ops.sign_decompress_adam_(wire, m[0], v, [], [], [], [], 1e-8, 0.99, block, mask)
+        ops.sign_decompress_adam_(payload, m[0], v, [], [], [], [], 1e-8, 0.99, block, mask)
         assert bits_equal(m[0], m[1])
         assert all(bits_equal(p, q) for p, q in zip(ps, before))
 
@@ -494,53 +494,53 @@ def test_frozen_adam_reference_keeps_temporaries_small():
 
 
 def op_arguments() -> dict[str, tuple]:
-    x, bits, row = torch.randn(2, 37), torch.full((5,), 0x5A, dtype=torch.uint8), new_wire(2, 37, 16)
+    x, bits, row = torch.randn(2, 37), torch.full((5,), 0x5A, dtype=torch.uint8), new_payload(2, 37, 16)
     flat, other = torch.randn(37), torch.rand(37)
-    live = torch.full((2, 5), 0x5A, dtype=torch.uint8)
-    ops.sign_compress(x, wire := row.clone(), 16, 2)
+    active = torch.full((2, 5), 0x5A, dtype=torch.uint8)
+    ops.sign_compress(x, payload := row.clone(), 16, 2)
     codes = torch.zeros(2, ops.int_nbytes(37, 4, 16), dtype=torch.uint8)
     ways = 4, 16, True, True, 7
     return {
-        "int_compress": (x, codes.clone(), *ways, live),
-        "int_compress_with_feedback": (x, x.clone(), codes.clone(), *ways, live, x.clone()),
+        "int_compress": (x, codes.clone(), *ways, active),
+        "int_compress_with_feedback": (x, x.clone(), codes.clone(), *ways, active, x.clone()),
         "int_compress_momentum": (
             *(torch.randn(74), [flat, other.bfloat16()], [0, 37], 0.9, 0.1, torch.randn(74), torch.empty(74)),
-            *(codes.clone(), *ways, live, 0, 37),
+            *(codes.clone(), *ways, active, 0, 37),
         ),
-        "int_decompress_to": (codes, [flat, other.bfloat16()], [0, 37], 74, 4, 16, True, live, 0, 37),
+        "int_decompress_to": (codes, [flat, other.bfloat16()], [0, 37], 74, 4, 16, True, active, 0, 37),
         "int_reduce": (codes, flat, torch.empty(37), codes[0].clone(), *ways, bits),
-        "int_decompress": (codes, x, 4, 16, True, live),
+        "int_decompress": (codes, x, 4, 16, True, active),
         "int_decompress_mean": (codes, flat, 4, 16, True),
         "bf16_compress_momentum": (
             *(torch.randn(74), [flat, other.bfloat16()], [0, 37], 0.9, 0.1, torch.randn(74), torch.empty(74)),
-            *(cast := torch.zeros(2, ops.bf16_nbytes(37), dtype=U8), live, 0, 37),
+            *(cast := torch.zeros(2, ops.bf16_nbytes(37), dtype=U8), active, 0, 37),
         ),
         "bf16_reduce": (cast, flat, torch.empty(37), cast[0].clone(), bits),
-        "bf16_decompress_to": (cast, [flat, other.bfloat16()], [0, 37], 74, live, 0, 37),
-        "sign_compress": (x, row, 16, 2, live),
+        "bf16_decompress_to": (cast, [flat, other.bfloat16()], [0, 37], 74, active, 0, 37),
+        "sign_compress": (x, row, 16, 2, active),
         "sign_compress_with_feedback": (x, x.clone(), row, 16, 1, None, x.clone()),
         "sign_compress_momentum": (
             *(torch.randn(74), [flat, other.bfloat16()], [0, 37], 0.9, 0.1, torch.randn(74), torch.empty(74)),
-            *(row, 16, 2, live, 0, 37),
+            *(row, 16, 2, active, 0, 37),
         ),
-        "sign_reduce": (wire, flat, torch.empty(37), row[0].clone(), 16, 2, bits),
-        "sign_decompress": (wire, x, 16, live),
+        "sign_reduce": (payload, flat, torch.empty(37), row[0].clone(), 16, 2, bits),
+        "sign_decompress": (payload, x, 16, active),
         "sign_decompress_adam_": (
-            *(wire, torch.empty(74), torch.rand(74), [flat, other.bfloat16()], [0, 37], [0.1, 0.2], [0.5, 0.6]),
-            *(1e-8, 0.9, 16, live, 0, 37),
+            *(payload, torch.empty(74), torch.rand(74), [flat, other.bfloat16()], [0, 37], [0.1, 0.2], [0.5, 0.6]),
+            *(1e-8, 0.9, 16, active, 0, 37),
         ),
-        "sign_decompress_mean": (wire, flat, 16),
-        "threshold_compress": (x, few := torch.zeros(2, ops.threshold_nbytes(37, 3), dtype=U8), 3, 20, live),
+        "sign_decompress_mean": (payload, flat, 16),
+        "threshold_compress": (x, few := torch.zeros(2, ops.threshold_nbytes(37, 3), dtype=U8), 3, 20, active),
         "threshold_compress_with_feedback": (x, x.clone(), few.clone(), 3, 20, None, x.clone()),
-        "threshold_decompress": (few, x.clone(), 3, live),
+        "threshold_decompress": (few, x.clone(), 3, active),
         "threshold_decompress_mean": (few, flat.clone(), 3),
-        "topk_compress": (x, top := torch.zeros(2, ops.topk_nbytes(37, 3, 16, 2), dtype=U8), 3, 16, 2, live),
+        "topk_compress": (x, top := torch.zeros(2, ops.topk_nbytes(37, 3, 16, 2), dtype=U8), 3, 16, 2, active),
         "topk_compress_with_feedback": (x, x.clone(), top.clone(), 3, 16, 2, None, x.clone()),
-        "topk_decompress": (top, x.clone(), 3, 16, 2, live),
+        "topk_decompress": (top, x.clone(), 3, 16, 2, active),
         "topk_decompress_mean": (top, flat.clone(), 3, 16, 2),
         "topk_find_unsound": (top, torch.ones((), dtype=torch.bool), 37, 3, 16, 2, torch.float32),
         "pack_nonzero": (flat, bits),
-        "zero_dead_": (flat, bits),
+        "zero_inactive_": (flat, bits),
         "square_sum": ([flat, x],),
         "square_sums": ([flat, x],),
         "momentum": (torch.randn(50), [flat], [13], 0.9, 0.1, torch.empty(50)),
@@ -552,14 +552,14 @@ def op_arguments() -> dict[str, tuple]:
 def test_opcheck(name):
     arguments = op_arguments()[name]
     if name == "sign_compress_with_feedback":  # its function and its operator order their arguments differently
-        x, error, wire, block, norm, live, new_error = arguments
-        arguments = (x, error, new_error, wire, block, norm, live)
+        x, error, payload, block, norm, active, new_error = arguments
+        arguments = (x, error, new_error, payload, block, norm, active)
     if name == "int_compress_with_feedback":
-        x, error, wire, *ways, live, new_error = arguments
-        arguments = (x, error, new_error, wire, *ways, live)
+        x, error, payload, *ways, active, new_error = arguments
+        arguments = (x, error, new_error, payload, *ways, active)
     if name in ("threshold_compress_with_feedback", "topk_compress_with_feedback"):
-        x, error, wire, *form, live, new_error = arguments
-        arguments = (x, error, new_error, wire, *form, live)
+        x, error, payload, *form, active, new_error = arguments
+        arguments = (x, error, new_error, payload, *form, active)
     torch.library.opcheck(getattr(torch.ops.commopt, name).default, arguments)
 
 
@@ -578,19 +578,19 @@ def momentum_of(grads, offsets):
 
 def compress_momentum(**wrong):
     right = {"m": torch.ones(16), "grads": [], "offsets": [], "beta": 0.9, "alpha": 0.1, "error": torch.ones(16)}
-    right |= {"new_error": torch.ones(16), "wire": new_wire(2, 8, 0), "block": 0, "norm": 2}
+    right |= {"new_error": torch.ones(16), "payload": new_payload(2, 8, 0), "block": 0, "norm": 2}
     ops.sign_compress_momentum(**(right | wrong))
 
 
 def decompress_adam(**wrong):
-    right = {"wire": new_wire(2, 8, 0), "exp_avg": torch.ones(16), "exp_avg_sq": torch.ones(16), "offsets": [3]}
+    right = {"payload": new_payload(2, 8, 0), "exp_avg": torch.ones(16), "exp_avg_sq": torch.ones(16), "offsets": [3]}
     right |= {"params": [torch.ones(4)], "step_sizes": [0.1], "sqrt_bias_corrections2": [0.5]}
     ops.sign_decompress_adam_(**(right | {"eps": 1e-8, "decay": 1.0, "block": 0} | wrong))
 
 
 def reduce(**wrong):
-    right = {"wires": new_wire(2, 8, 0), "error": torch.ones(8), "new_error": torch.ones(8)}
-    right |= {"own": new_wire(1, 8, 0)[0], "block": 0, "norm": 2}
+    right = {"payloads": new_payload(2, 8, 0), "error": torch.ones(8), "new_error": torch.ones(8)}
+    right |= {"own": new_payload(1, 8, 0)[0], "block": 0, "norm": 2}
     ops.sign_reduce(**(right | wrong))
 
 
@@ -603,44 +603,44 @@ def reduce(**wrong):
         (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16, dtype=U8), 0, 3), "norm must be 1 or 2, got 3"),
         (
             lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 32, dtype=U8), 0, 2),
-            r"wire .*\(2, 16\).*\(2, 32\)",
+            r"payload .*\(2, 16\).*\(2, 32\)",
         ),
-        (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16), 0, 2), "wire"),
+        (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16), 0, 2), "payload"),
         (lambda: ops.sign_compress(torch.ones(8, 2).t(), torch.empty(2, 16, dtype=U8), 0, 2), "x .*strided"),
         (lambda: ops.sign_compress(torch.ones(2, 8).half(), torch.empty(2, 16, dtype=U8), 0, 2), "x .*float16"),
         (lambda: ops.sign_compress(torch.ones(8), torch.empty(1, 16, dtype=U8), 0, 2), "2 dimensions"),
         (
             lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16, dtype=U8), 0, 2, torch.ones(2, 8, dtype=U8)),
-            r"live .*\(2, 1\)",
+            r"active .*\(2, 1\)",
         ),
         (
             lambda: ops.sign_compress_with_feedback(
-                torch.ones(2, 8), torch.ones(2, 8, dtype=F64), new_wire(2, 8, 0), 0, 2
+                torch.ones(2, 8), torch.ones(2, 8, dtype=F64), new_payload(2, 8, 0), 0, 2
             ),
             "error .*float64",
         ),
         (
             lambda: ops.sign_compress_with_feedback(
-                torch.ones(2, 8), torch.ones(2, 8), new_wire(2, 8, 0), 0, 2, None, torch.ones(8, 2).t()
+                torch.ones(2, 8), torch.ones(2, 8), new_payload(2, 8, 0), 0, 2, None, torch.ones(8, 2).t()
             ),
             "new_error .*strided",
         ),
-        (lambda: compress_momentum(wire=new_wire(3, 8, 0)), r"share the 16 elements equally, got \(3, 16\)"),
-        (lambda: compress_momentum(wire=new_wire(1, 8, 0)[0]), "share the 16 elements"),
-        (lambda: compress_momentum(wire=new_wire(2, 500, 0)), r"wire .*\(2, 16\)"),
+        (lambda: compress_momentum(payload=new_payload(3, 8, 0)), r"share the 16 elements equally, got \(3, 16\)"),
+        (lambda: compress_momentum(payload=new_payload(1, 8, 0)[0]), "share the 16 elements"),
+        (lambda: compress_momentum(payload=new_payload(2, 500, 0)), r"payload .*\(2, 16\)"),
         (lambda: compress_momentum(m=torch.ones(2, 8)), "m .*1 dimensions"),
         (lambda: compress_momentum(m=torch.ones(16).half()), "m .*float16"),
         (lambda: compress_momentum(error=torch.ones(8)), "error"),
         (lambda: compress_momentum(new_error=torch.ones(16, dtype=F64)), "new_error .*float64"),
         (lambda: compress_momentum(norm=0), "norm must be 1 or 2, got 0"),
         (lambda: compress_momentum(block=9), "multiple of 8, got 9"),
-        (lambda: compress_momentum(live=torch.ones(2, dtype=U8)), "live"),
+        (lambda: compress_momentum(active=torch.ones(2, dtype=U8)), "active"),
         (lambda: compress_momentum(grads=[torch.ones(9)], offsets=[8]), "16 elements .*17"),
         (lambda: compress_momentum(start=4), "multiples of 8 .*0 <= start <= stop <= 8, got 4, 8"),
         (lambda: compress_momentum(start=8, stop=0), "got 8, 0"),
         (lambda: compress_momentum(stop=16), "<= 8, got 0, 16"),
-        (lambda: compress_momentum(start=8), r"wire .*\(2, 0\)"),
-        (lambda: decompress_adam(wire=new_wire(3, 8, 0)), "share the 16 elements equally"),
+        (lambda: compress_momentum(start=8), r"payload .*\(2, 0\)"),
+        (lambda: decompress_adam(payload=new_payload(3, 8, 0)), "share the 16 elements equally"),
         (lambda: decompress_adam(exp_avg=torch.ones(2, 8)), "exp_avg .*1 dimensions"),
         (lambda: decompress_adam(exp_avg_sq=torch.ones(16, dtype=F64)), "exp_avg_sq .*float64"),
         (lambda: decompress_adam(step_sizes=[]), r"same length, got lengths \(1, 0, 1\)"),
@@ -648,24 +648,24 @@ def reduce(**wrong):
         (lambda: decompress_adam(offsets=[]), "params and offsets .*length, got 1 and 0"),
         (lambda: decompress_adam(offsets=[13]), "16 elements .*17"),
         (lambda: decompress_adam(params=[torch.ones(4, dtype=torch.int32)]), "params .*int32"),
-        (lambda: decompress_adam(live=torch.ones(2, dtype=U8)), "live"),
-        (lambda: reduce(wires=torch.empty(0, 16, dtype=U8)), "at least one rank"),
-        (lambda: reduce(wires=torch.empty(2, 16)), "wires .*float32"),
+        (lambda: decompress_adam(active=torch.ones(2, dtype=U8)), "active"),
+        (lambda: reduce(payloads=torch.empty(0, 16, dtype=U8)), "at least one rank"),
+        (lambda: reduce(payloads=torch.empty(2, 16)), "payloads .*float32"),
         (lambda: reduce(error=torch.ones(1, 8)), "error .*1 dimensions"),
         (lambda: reduce(new_error=torch.ones(16)[::2]), "new_error .*strided"),
-        (lambda: reduce(own=new_wire(1, 8, 0)), "own"),
+        (lambda: reduce(own=new_payload(1, 8, 0)), "own"),
         (lambda: reduce(norm=3), "norm must be 1 or 2, got 3"),
-        (lambda: reduce(live=torch.ones(2, dtype=U8)), "live"),
+        (lambda: reduce(active=torch.ones(2, dtype=U8)), "active"),
         (
-            lambda: ops.sign_decompress(new_wire(2, 8, 0), torch.ones(2, 8), 0, torch.ones(2, 1)),
-            "live .*float32",
+            lambda: ops.sign_decompress(new_payload(2, 8, 0), torch.ones(2, 8), 0, torch.ones(2, 1)),
+            "active .*float32",
         ),
         (lambda: ops.sign_compress(torch.ones(2, 8), torch.empty(2, 16, dtype=U8, device="meta"), 0, 2), "meta"),
-        (lambda: ops.sign_decompress(new_wire(2, 8, 0), torch.empty(3, 8), 0), "wire"),
+        (lambda: ops.sign_decompress(new_payload(2, 8, 0), torch.empty(3, 8), 0), "payload"),
         (lambda: ops.sign_decompress_mean(torch.empty(0, 16, dtype=U8), torch.empty(8), 0), "at least one rank"),
-        (lambda: ops.sign_decompress_mean(new_wire(2, 8, 0), torch.empty(1, 8), 0), "1 dimensions"),
+        (lambda: ops.sign_decompress_mean(new_payload(2, 8, 0), torch.empty(1, 8), 0), "1 dimensions"),
         (lambda: ops.pack_nonzero(torch.ones(9), torch.empty(1, dtype=U8)), "bits"),
-        (lambda: ops.zero_dead_(torch.ones(9)[::2], torch.empty(1, dtype=U8)), "x .*strided"),
+        (lambda: ops.zero_inactive_(torch.ones(9)[::2], torch.empty(1, dtype=U8)), "x .*strided"),
         (lambda: ops.square_sum([torch.ones(2), torch.ones(2, dtype=torch.int64)]), "int64"),
         (lambda: ops.momentum(torch.ones(4), [], [0], 0.9, 0.1, torch.ones(4)), "length, got 0 and 1"),
         (lambda: ops.momentum(torch.ones(4), [], [], 0.9, 0.1, torch.ones(5)), r"out .*\(4,\)"),
@@ -714,9 +714,9 @@ PROBE = """
 import sys
 import torch
 from commopt import ops
-wire, out = torch.empty(1, 16, dtype=torch.uint8), torch.empty(1, 3)
-ops.sign_compress(torch.tensor([[3.0, -3.0, 3.0]]), wire, 0, 2)
-ops.sign_decompress(wire, out, 0)
+payload, out = torch.empty(1, 16, dtype=torch.uint8), torch.empty(1, 3)
+ops.sign_compress(torch.tensor([[3.0, -3.0, 3.0]]), payload, 0, 2)
+ops.sign_decompress(payload, out, 0)
 assert "cupy" not in sys.modules
 print(out.tolist(), ops.report()["sign_decompress"].get("cpu", "reference"))
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from payloads import bits_equal
 from torch import Tensor, nn
-from wires import bits_equal
 from worlds import on_threads
 
 from commopt import DiLoCo, OneBitAdam

@@ -72,7 +72,7 @@ STEPS = [[0, 1, 2, 3], [0, 2], [0, 1, 2, 3], [1, 3], [0, 1, 2, 3]]
 
 
 def decoded(compressor: Any, row: list[float]) -> list[float]:
-    """What a row becomes on the wire."""
+    """What a row becomes in the payload."""
     x = torch.tensor([row], dtype=torch.float64)
     payload = torch.empty(1, compressor.nbytes(len(row), x.dtype), dtype=torch.uint8)
     compressor.compress(x, payload)
@@ -90,7 +90,7 @@ all ranks."""
 
 
 def loop(compressor: Any, feedback: Any, grid: list[tuple[int, int]], inside: Any) -> list[list[list[float]]]:
-    """By step and rank, the sum that it gets; on lists. Padding is no part of anything, but has a place on the wire."""
+    """By step and rank, the sum that it gets; on lists. Padding is no part of anything, but has its place."""
     columns = places()[-1].stop
     used = torch.cat([p.columns(torch.ones(p.shape.numel()), W) for p in places()], 1).bool().tolist()
     residuals = [[[0.0] * columns for _ in range(W)] for _ in range(W)]  # by rank and row

@@ -12,8 +12,7 @@ from compressor_laws import check_error_feedback_telescopes, check_optimizers_ke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_threshold import chosen, encode, nbytes_of
-from torch import Tensor
-from wires import (
+from payloads import (
     FLAVOURS,
     around_the_least_normal,
     bits_equal,
@@ -22,6 +21,7 @@ from wires import (
     unpacked,
     values,
 )
+from torch import Tensor
 
 from commopt import ops
 from commopt.compress import ThresholdTopK
@@ -31,8 +31,8 @@ F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 WILD = [math.nan, math.inf, -math.inf]
 
 
-def new_wire(rows: int, n: int, k: int) -> Tensor:
-    """A wire full of rubbish, every byte of which has to be written."""
+def new_payload(rows: int, n: int, k: int) -> Tensor:
+    """A payload full of rubbish, every byte of which has to be written."""
     return torch.full((rows, ops.threshold_nbytes(n, k)), 0xA5, dtype=U8)
 
 
@@ -42,7 +42,7 @@ any_case = given(
     part=st.sampled_from([0.001, 0.01, 0.1, 0.3, 0.6, 0.97, 1]),
     rounds=st.sampled_from([1, 3, 20, 32]),
     flavour=st.sampled_from([*FLAVOURS, "ties", "constant", "outlier", "wild", "all wild"]),
-    mask=st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
+    mask=st.sampled_from(["none", "none", "some", "blocks", "all", "inactive"]),
     seed=st.integers(0, 2**32 - 1),
 )
 
@@ -70,23 +70,23 @@ def check_against_lists(provider, dtype, rows, n, part, rounds, flavour, mask, s
     if dtype == F64:
         x = x * (1 + 1e-9)
     k = max(1, round(part * n))
-    live, wire = mask_bits(mask, rows, n, rng), new_wire(rows, n, k)
-    alive = np.ones((rows, n), bool) if live is None else unpacked(live, n)
-    z, new_error = np.where(alive, (x + error).numpy(), kind(0)), torch.empty_like(x)
+    active, payload = mask_bits(mask, rows, n, rng), new_payload(rows, n, k)
+    is_active = np.ones((rows, n), bool) if active is None else unpacked(active, n)
+    z, new_error = np.where(is_active, (x + error).numpy(), kind(0)), torch.empty_like(x)
     before = x.clone(), error.clone()
-    provider.threshold_compress_with_feedback(x, error, new_error, wire, k, rounds, live)
-    plain = new_wire(rows, n, k)
-    provider.threshold_compress(x + error, plain, k, rounds, live)
+    provider.threshold_compress_with_feedback(x, error, new_error, payload, k, rounds, active)
+    plain = new_payload(rows, n, k)
+    provider.threshold_compress(x + error, plain, k, rounds, active)
     assert bits_equal(x, before[0])
     assert bits_equal(error, before[1])
-    assert bits_equal(plain, wire)
+    assert bits_equal(plain, payload)
     out, masked, expected, mean = torch.empty_like(x), torch.empty_like(x), torch.zeros_like(x), torch.empty_like(x[0])
-    provider.threshold_decompress(wire, out, k)
-    provider.threshold_decompress(wire, masked, k, live)
-    provider.threshold_decompress_mean(wire, mean, k)
+    provider.threshold_decompress(payload, out, k)
+    provider.threshold_decompress(payload, masked, k, active)
+    provider.threshold_decompress_mean(payload, mean, k)
     for r in range(rows):
         row, sent = encode(z[r].tolist(), k, rounds)
-        assert wire[r].numpy().tobytes() == row
+        assert payload[r].numpy().tobytes() == row
         rest = z[r].copy()
         with np.errstate(invalid="ignore"):
             for i, d in sent.items():
@@ -99,7 +99,7 @@ def check_against_lists(provider, dtype, rows, n, part, rounds, flavour, mask, s
         total = total + expected[r] / rows
     assert torch.equal(mean.nan_to_num(7), total.nan_to_num(7))
     finite = bool(torch.from_numpy(z).isfinite().all())
-    sound = bool(reference_threshold.threshold_is_sound(wire, ops.threshold.ThresholdRow(n, k)))
+    sound = bool(reference_threshold.threshold_is_sound(payload, ops.threshold.ThresholdRow(n, k)))
     assert sound == (finite if bool(out.isfinite().all()) else False)  # "huge" may round up to inf
 
 
@@ -112,22 +112,22 @@ def test_every_instruction_set_is_the_loop_on_lists(isa):
     check_against_lists(torch.ops.commopt, F32)
 
 
-def outputs(provider, x: Tensor, error: Tensor, live: Tensor | None, k: int, rounds: int) -> list[Tensor]:
+def outputs(provider, x: Tensor, error: Tensor, active: Tensor | None, k: int, rounds: int) -> list[Tensor]:
     """All that the operators make of some rows."""
     rows, n = x.shape
-    plain, wire = new_wire(rows, n, k), new_wire(rows, n, k)
+    plain, payload = new_payload(rows, n, k), new_payload(rows, n, k)
     rest, out, masked, mean = (torch.empty(s) for s in ((rows, n), (rows, n), (rows, n), n))
-    provider.threshold_compress(x, plain, k, rounds, live)
-    provider.threshold_compress_with_feedback(x, error, rest, wire, k, rounds, live)
-    provider.threshold_decompress(wire, out, k)
-    provider.threshold_decompress(wire, masked, k, live)
-    provider.threshold_decompress_mean(wire, mean, k)
+    provider.threshold_compress(x, plain, k, rounds, active)
+    provider.threshold_compress_with_feedback(x, error, rest, payload, k, rounds, active)
+    provider.threshold_decompress(payload, out, k)
+    provider.threshold_decompress(payload, masked, k, active)
+    provider.threshold_decompress_mean(payload, mean, k)
     for i in range(2):  # the new residual may take the place of either
-        again, inputs = new_wire(rows, n, k), [x.clone(), error.clone()]
-        provider.threshold_compress_with_feedback(*inputs, inputs[i], again, k, rounds, live)
-        assert bits_equal(again, wire)
+        again, inputs = new_payload(rows, n, k), [x.clone(), error.clone()]
+        provider.threshold_compress_with_feedback(*inputs, inputs[i], again, k, rounds, active)
+        assert bits_equal(again, payload)
         assert bits_equal(inputs[i], rest)
-    return [plain, wire, rest, out, masked, mean]
+    return [plain, payload, rest, out, masked, mean]
 
 
 @pytest.mark.parametrize("density", [1e-5, 0.002, 0.01, 0.2, 0.7])
@@ -136,14 +136,14 @@ def test_large_rows_and_any_number_of_threads(isa, density):
     g = torch.Generator().manual_seed(1)
     x, error = torch.randn(2, n, generator=g), torch.randn(2, n, generator=g)
     x[1, ::2] = 0
-    live = torch.randint(0, 256, (2, -(-n // 8)), dtype=U8, generator=g)
+    active = torch.randint(0, 256, (2, -(-n // 8)), dtype=U8, generator=g)
     k, before = ThresholdTopK(density).entries(n), torch.get_num_threads()
-    expected = outputs(reference_threshold, x, error, live, k, 20)
+    expected = outputs(reference_threshold, x, error, active, k, 20)
     assert bool(reference_threshold.threshold_is_sound(expected[1], ops.threshold.ThresholdRow(n, k)))
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert all(map(bits_equal, outputs(torch.ops.commopt, x, error, live, k, 20), expected))
+            assert all(map(bits_equal, outputs(torch.ops.commopt, x, error, active, k, 20), expected))
     finally:
         torch.set_num_threads(before)
 
@@ -153,15 +153,15 @@ def test_large_rows_and_any_number_of_threads(isa, density):
 def test_denormals_are_chosen_by_their_bits_where_arithmetic_flushes_them(isa, k, flavour):
     rng, shape = np.random.default_rng(k), (2, 5001)
     make = around_the_least_normal if "least" in flavour else lambda *given: draw(flavour, *given)
-    x, error, live = make(shape, rng), make(shape, rng), mask_bits("some", *shape, rng)
-    kept, wire = new_wire(*shape, k), new_wire(*shape, k)
+    x, error, active = make(shape, rng), make(shape, rng), mask_bits("some", *shape, rng)
+    kept, payload = new_payload(*shape, k), new_payload(*shape, k)
     ops.threshold_compress(x, kept, k, 20)
     with flushed_denormals():
-        ops.threshold_compress(x, wire, k, 20)
+        ops.threshold_compress(x, payload, k, 20)
         ours, theirs = (
-            outputs(provider, x, error, live, k, 20) for provider in (torch.ops.commopt, reference_threshold)
+            outputs(provider, x, error, active, k, 20) for provider in (torch.ops.commopt, reference_threshold)
         )
-    assert bits_equal(wire, kept)
+    assert bits_equal(payload, kept)
     assert all(map(bits_equal, ours, theirs))
 
 
@@ -178,13 +178,13 @@ def test_bytes_are_the_closed_form():
 
 def test_nothing_is_sent_of_nothing():
     for dtype in (F32, F64):
-        x, wire = torch.empty(2, 0, dtype=dtype), new_wire(2, 0, 0)
-        assert wire.shape == (2, 0)
-        ops.threshold_compress(x, wire, 0, 20)
-        ops.threshold_compress_with_feedback(x, x.clone(), wire, 0, 20)
-        ops.threshold_decompress(wire, x, 0)
-        ops.threshold_decompress_mean(wire, x[0], 0)
-        assert bool(ThresholdTopK().is_sound(wire, 0))
+        x, payload = torch.empty(2, 0, dtype=dtype), new_payload(2, 0, 0)
+        assert payload.shape == (2, 0)
+        ops.threshold_compress(x, payload, 0, 20)
+        ops.threshold_compress_with_feedback(x, x.clone(), payload, 0, 20)
+        ops.threshold_decompress(payload, x, 0)
+        ops.threshold_decompress_mean(payload, x[0], 0)
+        assert bool(ThresholdTopK().is_sound(payload, 0))
 
 
 @pytest.mark.parametrize("data", ["gaussian", "laplace", "student"])
@@ -196,9 +196,9 @@ def test_what_is_sent_is_the_exact_top_k(data, density):
     x = torch.from_numpy(draws.get(data, lambda n: rng.standard_t(3, size=n))(n)).unsqueeze(0)
     for rounds, least in ((20, 0.9999), (10, 0.95)):
         compressor, out = ThresholdTopK(density, rounds), torch.empty_like(x)
-        k, wire = compressor.entries(n), torch.empty(1, compressor.nbytes(n), dtype=U8)
-        compressor.compress(x, wire)
-        compressor.decompress(wire, out)
+        k, payload = compressor.entries(n), torch.empty(1, compressor.nbytes(n), dtype=U8)
+        compressor.compress(x, payload)
+        compressor.decompress(payload, out)
         assert int((out != 0).sum()) == k
         best = set(x.abs().topk(k).indices[0].tolist())
         assert len(best & set(out[0].nonzero().flatten().tolist())) >= least * k
@@ -209,9 +209,9 @@ def test_zeros_are_sent_only_where_nothing_else_is_left():
     x = torch.zeros(1, 10_000)
     x[0, 9000:9080] = torch.randn(80, generator=torch.Generator().manual_seed(0))
     compressor, out = ThresholdTopK(0.01), torch.empty_like(x)
-    wire = torch.empty(1, compressor.nbytes(10_000), dtype=U8)
-    compressor.compress(x, wire)
-    compressor.decompress(wire, out)
+    payload = torch.empty(1, compressor.nbytes(10_000), dtype=U8)
+    compressor.compress(x, payload)
+    compressor.decompress(payload, out)
     torch.testing.assert_close(out, x, rtol=2**-8, atol=0)
 
 
@@ -244,30 +244,30 @@ def test_damage_is_noticed_and_writes_nowhere_else(isa):
     compressor, n = ThresholdTopK(0.0001), 65536 + 50_000
     k = compressor.entries(n)
     assert k == 12
-    wire, guarded = torch.empty(1, compressor.nbytes(n), dtype=U8), torch.full((n + 512,), 7.0)
+    payload, guarded = torch.empty(1, compressor.nbytes(n), dtype=U8), torch.full((n + 512,), 7.0)
     x = torch.zeros(1, n)
     x[0, torch.tensor([5, 70, 900, 3000, 60_000, 65_535, 65_536, 65_540, 70_000, 80_000, 90_000, 100_000])] = 3.0
-    compressor.compress(x, wire)
-    assert compressor.is_sound(wire, n)
-    starts, codes, indices = (wire[0, s] for s in (slice(0, 4), slice(4, 28), slice(28, 52)))
+    compressor.compress(x, payload)
+    assert compressor.is_sound(payload, n)
+    starts, codes, indices = (payload[0, s] for s in (slice(0, 4), slice(4, 28), slice(28, 52)))
     assert starts.view(torch.int32).tolist() == [6]
     assert indices.view(torch.int16).tolist()[6:8] == [0, 4]
     changes = [(starts, torch.int32, 0, v) for v in (13, -1, 5, 7, 2**31 - 1)]
     changes += [(codes, torch.int16, 2, 0x7F80), (codes, torch.int16, 2, 0x7FC0)]
     changes += [(indices, torch.int16, at, v) for at, v in ((1, 5), (1, 4), (11, -2), (7, 0), (4, 2999))]
     for part, kind, at, value in changes:
-        kept = wire.clone()
+        kept = payload.clone()
         part.view(kind)[at] = value
-        assert not compressor.is_sound(wire, n), (kind, at, value)
-        compressor.decompress(wire, guarded[256:-256].view(1, n))
+        assert not compressor.is_sound(payload, n), (kind, at, value)
+        compressor.decompress(payload, guarded[256:-256].view(1, n))
         expected, mean = torch.empty(1, n), guarded[256:-256]
-        reference_threshold.threshold_decompress(wire, expected, k)
+        reference_threshold.threshold_decompress(payload, expected, k)
         assert torch.equal(mean.nan_to_num(9), expected[0].nan_to_num(9))
-        compressor.decompress_mean(wire, mean)
+        compressor.decompress_mean(payload, mean)
         assert bool((guarded[:256] == 7).all())
         assert bool((guarded[-256:] == 7).all())
-        wire.copy_(kept)
-    assert compressor.is_sound(wire, n)
+        payload.copy_(kept)
+    assert compressor.is_sound(payload, n)
 
 
 @pytest.mark.parametrize("bad", WILD)
@@ -278,11 +278,11 @@ def test_what_is_not_finite_is_found_however_little_is_sent(bad):
             x[1, place] = bad
             for dtype in (F32, F64):
                 compressor, out = ThresholdTopK(1e-6), torch.empty(2, n, dtype=dtype)
-                wire = torch.empty(2, compressor.nbytes(n), dtype=U8)
-                compressor.compress(x.to(dtype), wire)
-                assert bool(compressor.is_sound(wire[:1], n))
-                assert not bool(compressor.is_sound(wire, n))
-                compressor.decompress(wire, out)
+                payload = torch.empty(2, compressor.nbytes(n), dtype=U8)
+                compressor.compress(x.to(dtype), payload)
+                assert bool(compressor.is_sound(payload[:1], n))
+                assert not bool(compressor.is_sound(payload, n))
+                compressor.decompress(payload, out)
                 assert not out[1, place].isfinite()
 
 
@@ -316,20 +316,20 @@ def test_settings_out_of_range_are_refused(arguments, says):
         (lambda x, w: ops.threshold_nbytes(5, 6), "k must be an int with 1 <= k <= n = 5, got 6"),
         (lambda x, w: ops.threshold_compress(x, w, 0, 20), "1 <= k <= n = 300, got 0"),
         (lambda x, w: ops.threshold_compress(x, w, 4, 0), "rounds must be an int from 1 to 32, got 0"),
-        (lambda x, w: ops.threshold_compress(x, w[:, :8], 4, 20), r"wire .*\(2, 16\).*got strided \(2, 8\)"),
-        (lambda x, w: ops.threshold_compress(x, w.float(), 4, 20), "wire .*float32"),
+        (lambda x, w: ops.threshold_compress(x, w[:, :8], 4, 20), r"payload .*\(2, 16\).*got strided \(2, 8\)"),
+        (lambda x, w: ops.threshold_compress(x, w.float(), 4, 20), "payload .*float32"),
         (lambda x, w: ops.threshold_compress(x[0], w, 4, 20), "x .*2 dimensions"),
         (lambda x, w: ops.threshold_compress(x.half(), w, 4, 20), "x .*float16"),
         (lambda x, w: ops.threshold_compress(x.t().contiguous().t(), w, 4, 20), "rows contiguous, got strided"),
-        (lambda x, w: ops.threshold_compress(x, w, 4, 20, torch.ones(2, 8, dtype=U8)), r"live must be \(2, 38\)"),
+        (lambda x, w: ops.threshold_compress(x, w, 4, 20, torch.ones(2, 8, dtype=U8)), r"active must be \(2, 38\)"),
         (lambda x, w: ops.threshold_compress_with_feedback(x, x.double(), w, 4, 20), "error .*float64"),
         (lambda x, w: ops.threshold_compress_with_feedback(x, x, w, 4, 20, None, x[:1]), r"new_error .*\(1, 300\)"),
         (lambda x, w: ops.threshold_decompress(w, x.int(), 4), "out .*int32"),
         (lambda x, w: ops.threshold_decompress_mean(w, x, 4), "1 dimension"),
         (lambda x, w: ops.threshold_decompress_mean(w[:0], x[0], 4), "at least one rank"),
-        (lambda x, w: ops.threshold_decompress_mean(w.repeat(1, 2)[:, :16], x[0], 4), "wire must be contiguous"),
+        (lambda x, w: ops.threshold_decompress_mean(w.repeat(1, 2)[:, :16], x[0], 4), "payload must be contiguous"),
     ],
 )
 def test_wrong_arguments_are_named(call, says):
     with pytest.raises(ValueError, match=says):
-        call(torch.ones(2, 300), new_wire(2, 300, 4))
+        call(torch.ones(2, 300), new_payload(2, 300, 4))

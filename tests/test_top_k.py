@@ -13,8 +13,7 @@ from compressor_laws import check_error_feedback_telescopes, check_optimizers_ke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_top_k import encode, nbytes_of
-from torch import Tensor
-from wires import (
+from payloads import (
     FLAVOURS,
     around_the_least_normal,
     bits_equal,
@@ -23,6 +22,7 @@ from wires import (
     unpacked,
     values,
 )
+from torch import Tensor
 from worlds import on_threads
 
 from commopt import ops
@@ -36,8 +36,8 @@ BITS = [1, 2, 8, 16, 32]
 FORMATS = [(4, 256), (1, 16), (3, 16), (16, 16), (5, 64), (40, 256), (256, 256), (2, 512), (64, 4096), (1, 1024)]
 
 
-def new_wire(rows: int, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = F32) -> Tensor:
-    """A wire full of rubbish, every byte of which has to be written."""
+def new_payload(rows: int, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = F32) -> Tensor:
+    """A payload full of rubbish, every byte of which has to be written."""
     return torch.full((rows, ops.topk_nbytes(n, k, chunk, bits, dtype)), 0xA5, dtype=U8)
 
 
@@ -47,7 +47,7 @@ any_case = given(
     shape=st.sampled_from(FORMATS),
     bits=st.sampled_from(BITS),
     flavour=st.sampled_from([*FLAVOURS, "ties"]),
-    mask=st.sampled_from(["none", "none", "some", "blocks", "all", "dead"]),
+    mask=st.sampled_from(["none", "none", "some", "blocks", "all", "inactive"]),
     seed=st.integers(0, 2**32 - 1),
 )
 
@@ -65,23 +65,23 @@ def check_against_lists(provider, dtype, rows, n, shape, bits, flavour, mask, se
     x, error = (draw(flavour, (rows, n), rng).to(dtype) for _ in range(2))
     if dtype == F64:
         x = x * (1 + 1e-9)
-    live, wire = mask_bits(mask, rows, n, rng), new_wire(rows, n, *shape, bits, dtype)
-    alive = np.ones((rows, n), bool) if live is None else unpacked(live, n)
-    z, new_error = np.where(alive, (x + error).numpy(), 0), torch.empty_like(x)
+    active, payload = mask_bits(mask, rows, n, rng), new_payload(rows, n, *shape, bits, dtype)
+    is_active = np.ones((rows, n), bool) if active is None else unpacked(active, n)
+    z, new_error = np.where(is_active, (x + error).numpy(), 0), torch.empty_like(x)
     before = x.clone(), error.clone()
-    provider.topk_compress_with_feedback(x, error, new_error, wire, *shape, bits, live)
-    plain = new_wire(rows, n, *shape, bits, dtype)
-    provider.topk_compress(torch.from_numpy(x.numpy() + error.numpy()), plain, *shape, bits, live)
+    provider.topk_compress_with_feedback(x, error, new_error, payload, *shape, bits, active)
+    plain = new_payload(rows, n, *shape, bits, dtype)
+    provider.topk_compress(torch.from_numpy(x.numpy() + error.numpy()), plain, *shape, bits, active)
     assert bits_equal(x, before[0])
     assert bits_equal(error, before[1])
-    assert bits_equal(plain, wire)
+    assert bits_equal(plain, payload)
     out, masked, expected, mean = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x), torch.empty_like(x[0])
-    provider.topk_decompress(wire, out, *shape, bits)
-    provider.topk_decompress(wire, masked, *shape, bits, live)
-    provider.topk_decompress_mean(wire, mean, *shape, bits)
+    provider.topk_decompress(payload, out, *shape, bits)
+    provider.topk_decompress(payload, masked, *shape, bits, active)
+    provider.topk_decompress_mean(payload, mean, *shape, bits)
     for r in range(rows):
         row, sent = encode(z[r].tolist(), *shape, bits, kind)
-        assert wire[r].numpy().tobytes() == row
+        assert payload[r].numpy().tobytes() == row
         expected[r] = torch.from_numpy(np.array(sent, kind))
         rest = [kind(a) - kind(d) if d != 0 else kind(a) for a, d in zip(z[r], sent)]
         np.testing.assert_array_equal(new_error[r].numpy(), np.array(rest, kind))
@@ -91,7 +91,7 @@ def check_against_lists(provider, dtype, rows, n, shape, bits, flavour, mask, se
     for r in range(rows):
         total = total + expected[r] / rows
     assert torch.equal(mean, total)
-    assert bool(topk_is_sound(wire, TopK(*shape, bits)._row(n, dtype)))
+    assert bool(topk_is_sound(payload, TopK(*shape, bits)._row(n, dtype)))
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -99,16 +99,16 @@ def check_against_lists(provider, dtype, rows, n, shape, bits, flavour, mask, se
 def check_soundness(provider, rows, n, shape, bits, flavour, mask, seed):
     """The verdict on rows of which a byte was changed is that of the reference; and a verdict stays."""
     rng, form = np.random.default_rng(seed), (n, *shape, bits)
-    x, wire = draw(flavour, (rows, n), rng), new_wire(rows, n, *shape, bits)
-    reference_top_k.topk_compress(x, wire, *shape, bits, mask_bits(mask, rows, n, rng))
+    x, payload = draw(flavour, (rows, n), rng), new_payload(rows, n, *shape, bits)
+    reference_top_k.topk_compress(x, payload, *shape, bits, mask_bits(mask, rows, n, rng))
     for _ in range(10):
         expected, found, no = (torch.tensor(value) for value in (True, True, False))
-        reference_top_k.topk_find_unsound(wire, expected, *form)
-        provider.topk_find_unsound(wire, found, *form, F32)
+        reference_top_k.topk_find_unsound(payload, expected, *form)
+        provider.topk_find_unsound(payload, found, *form, F32)
         assert bool(found) == bool(expected)
-        provider.topk_find_unsound(wire, no, *form, F32)
+        provider.topk_find_unsound(payload, no, *form, F32)
         assert not no
-        wire[rng.integers(rows), rng.integers(wire.shape[1])] += int(rng.integers(1, 256))
+        payload[rng.integers(rows), rng.integers(payload.shape[1])] += int(rng.integers(1, 256))
 
 
 def test_every_instruction_set_finds_the_same_unsound(isa):
@@ -119,15 +119,15 @@ def test_every_instruction_set_finds_the_same_unsound(isa):
 def test_indices_that_are_sound(isa, n):
     """Those that ascend, then repeat the last, in the chunk; or those that say that there is nothing."""
     row = TopK(4, 256, 8)._row(n)
-    wire = torch.zeros(1, row.nbytes, dtype=U8)
+    payload = torch.zeros(1, row.nbytes, dtype=U8)
     count, found = min(4, n), set()
     for index in itertools.product([0, 1, 2, 4, 255], repeat=count):
-        wire[0, row.indices_at : row.used] = torch.tensor(index, dtype=U8)
+        payload[0, row.indices_at : row.used] = torch.tensor(index, dtype=U8)
         steps = [b - a for a, b in itertools.pairwise(index)]
         rises = steps.index(0) if 0 in steps else len(steps)
         ascends = all(s > 0 for s in steps[:rises]) and not any(steps[rises:]) and max(index) < n
         sound = ascends or index == (n % 256 if count == 1 else 1, *[0] * (count - 1))
-        assert bool(topk_is_sound(wire, row)) == sound, index
+        assert bool(topk_is_sound(payload, row)) == sound, index
         found.add(sound)
     assert found == {True, False}
 
@@ -141,23 +141,23 @@ def test_every_instruction_set_is_what_the_text_says(isa):
     check_against_lists(torch.ops.commopt, F32)
 
 
-def outputs(provider, x: Tensor, error: Tensor, live: Tensor | None, form: tuple[int, int, int]) -> list[Tensor]:
+def outputs(provider, x: Tensor, error: Tensor, active: Tensor | None, form: tuple[int, int, int]) -> list[Tensor]:
     """All that the operators make of some rows."""
     rows, n = x.shape
-    plain, wire = new_wire(rows, n, *form), new_wire(rows, n, *form)
+    plain, payload = new_payload(rows, n, *form), new_payload(rows, n, *form)
     rest, out, masked, mean = (torch.empty(s) for s in ((rows, n), (rows, n), (rows, n), n))
-    provider.topk_compress(x, plain, *form, live)
-    provider.topk_compress_with_feedback(x, error, rest, wire, *form, live)
-    provider.topk_decompress(wire, out, *form)
-    provider.topk_decompress(wire, masked, *form, live)
-    provider.topk_decompress_mean(wire, mean, *form)
+    provider.topk_compress(x, plain, *form, active)
+    provider.topk_compress_with_feedback(x, error, rest, payload, *form, active)
+    provider.topk_decompress(payload, out, *form)
+    provider.topk_decompress(payload, masked, *form, active)
+    provider.topk_decompress_mean(payload, mean, *form)
     for place in (x.clone(), error.clone()):  # the new residual may take the place of either
-        again, inputs = new_wire(rows, n, *form), [x, error]
+        again, inputs = new_payload(rows, n, *form), [x, error]
         inputs[0 if bits_equal(place, x) else 1] = place
-        provider.topk_compress_with_feedback(*inputs, place, again, *form, live)
-        assert bits_equal(again, wire)
+        provider.topk_compress_with_feedback(*inputs, place, again, *form, active)
+        assert bits_equal(again, payload)
         assert bits_equal(place, rest)
-    return [plain, wire, rest, out, masked, mean]
+    return [plain, payload, rest, out, masked, mean]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -165,13 +165,13 @@ def outputs(provider, x: Tensor, error: Tensor, live: Tensor | None, form: tuple
 def test_large_rows_and_any_number_of_threads(isa, bits, shape):
     g = torch.Generator().manual_seed(bits)
     x, error = torch.randn(2, 140_003, generator=g), torch.randn(2, 140_003, generator=g)
-    live = torch.randint(0, 256, (2, 17_501), dtype=U8, generator=g)
-    expected = outputs(reference_top_k, x, error, live, (*shape, bits))
+    active = torch.randint(0, 256, (2, 17_501), dtype=U8, generator=g)
+    expected = outputs(reference_top_k, x, error, active, (*shape, bits))
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert all(map(bits_equal, outputs(torch.ops.commopt, x, error, live, (*shape, bits)), expected))
+            assert all(map(bits_equal, outputs(torch.ops.commopt, x, error, active, (*shape, bits)), expected))
     finally:
         torch.set_num_threads(before)
 
@@ -181,27 +181,27 @@ def test_large_rows_and_any_number_of_threads(isa, bits, shape):
 def test_denormals_are_chosen_by_their_bits_where_arithmetic_flushes_them(isa, bits, shape):
     rng, form, n = np.random.default_rng(bits), (*shape, bits), 3003
     x, error = around_the_least_normal((2, n), rng), around_the_least_normal((2, n), rng)
-    live, kept, wire = mask_bits("some", 2, n, rng), new_wire(2, n, *form), new_wire(2, n, *form)
+    active, kept, payload = mask_bits("some", 2, n, rng), new_payload(2, n, *form), new_payload(2, n, *form)
     ops.topk_compress(x, kept, *form)
     with flushed_denormals():
-        ops.topk_compress(x, wire, *form)
-        ours, theirs = (outputs(provider, x, error, live, form) for provider in (torch.ops.commopt, reference_top_k))
+        ops.topk_compress(x, payload, *form)
+        ours, theirs = (outputs(provider, x, error, active, form) for provider in (torch.ops.commopt, reference_top_k))
     assert all(map(bits_equal, ours, theirs))
     row = TopK(*form)._row(n)
     start = row.indices_at if bits == 8 else row.values_at  # scales may be flushed, and what is divided by them
-    assert bits_equal(wire[:, start:], kept[:, start:])
+    assert bits_equal(payload[:, start:], kept[:, start:])
 
 
 def test_what_is_flushed_does_not_depend_on_the_number_of_threads(threads):
     x, form, results = around_the_least_normal((1, 400_000), np.random.default_rng(0)), (4, 256, 32), []
     for count in (1, 3):
         threads(count)
-        wire, rest = new_wire(1, 400_000, *form), torch.empty_like(x)
-        arguments = x, torch.zeros_like(x), wire, *form, None, rest
+        payload, rest = new_payload(1, 400_000, *form), torch.empty_like(x)
+        arguments = x, torch.zeros_like(x), payload, *form, None, rest
         ops.topk_compress_with_feedback(*arguments)  # now there are so many threads, and the mode is not yet theirs
         with flushed_denormals():
             ops.topk_compress_with_feedback(*arguments)
-        results.append((wire, rest))
+        results.append((payload, rest))
     assert all(map(bits_equal, *results))
     assert not bool(((rest != 0) & (rest.abs() < torch.finfo(F32).tiny)).any())
 
@@ -224,20 +224,20 @@ def test_4_of_256_is_a_two_hundredth_with_everything_in_it():
 
 def test_nothing_is_sent_of_nothing():
     for dtype, bits in itertools.product((F32, F64), BITS):
-        x, wire = torch.empty(2, 0, dtype=dtype), new_wire(2, 0, 4, 256, bits, dtype)
-        assert wire.shape == (2, 0)
-        ops.topk_compress(x, wire, 4, 256, bits)
-        ops.topk_compress_with_feedback(x, x.clone(), wire, 4, 256, bits)
-        ops.topk_decompress(wire, x, 4, 256, bits)
-        ops.topk_decompress_mean(wire, x[0], 4, 256, bits)
+        x, payload = torch.empty(2, 0, dtype=dtype), new_payload(2, 0, 4, 256, bits, dtype)
+        assert payload.shape == (2, 0)
+        ops.topk_compress(x, payload, 4, 256, bits)
+        ops.topk_compress_with_feedback(x, x.clone(), payload, 4, 256, bits)
+        ops.topk_decompress(payload, x, 4, 256, bits)
+        ops.topk_decompress_mean(payload, x[0], 4, 256, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_of_equal_magnitudes_the_lower_index_is_sent(isa, bits):
     x, out = torch.tensor([[1.0, -1.0] * 10]), torch.empty(1, 20)
-    wire = new_wire(1, 20, 3, 16, bits)
-    ops.topk_compress(x, wire, 3, 16, bits)
-    ops.topk_decompress(wire, out, 3, 16, bits)
+    payload = new_payload(1, 20, 3, 16, bits)
+    ops.topk_compress(x, payload, 3, 16, bits)
+    ops.topk_decompress(payload, out, 3, 16, bits)
     sent = [1.0, -1.0, 1.0] + [0.0] * 13 + [1.0, -1.0, 1.0] + [0.0]
     torch.testing.assert_close(out, torch.tensor([sent]), rtol=1e-6, atol=0)
 
@@ -247,43 +247,43 @@ def test_of_equal_magnitudes_the_lower_index_is_sent(isa, bits):
 def test_what_is_not_finite_arrives_as_such_and_is_not_sound(isa, bits, bad):
     compressor, x = TopK(4, 256, bits), torch.randn(1, 40_000, generator=torch.Generator().manual_seed(0))
     x[0, 20_000] = bad
-    error, out, wire = torch.zeros_like(x), torch.empty_like(x), torch.empty(1, compressor.nbytes(40_000), dtype=U8)
-    compressor.compress_with_feedback(x, error, wire)
-    compressor.decompress(wire, out)
+    error, out, payload = torch.zeros_like(x), torch.empty_like(x), torch.empty(1, compressor.nbytes(40_000), dtype=U8)
+    compressor.compress_with_feedback(x, error, payload)
+    compressor.decompress(payload, out)
     assert not out[0, 20_000].isfinite()
     assert bool(out[0, :16384].isfinite().all())
     assert bool(out[0, 32768:].isfinite().all())
-    assert not compressor.is_sound(wire, 40_000)
-    expected, theirs = torch.empty_like(out), torch.empty_like(wire)
+    assert not compressor.is_sound(payload, 40_000)
+    expected, theirs = torch.empty_like(out), torch.empty_like(payload)
     reference_top_k.topk_compress(x, theirs, 4, 256, bits)
     reference_top_k.topk_decompress(theirs, expected, 4, 256, bits)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-    assert bits_equal(wire, theirs)
+    assert bits_equal(payload, theirs)
 
 
 def test_nan_is_above_inf_and_inf_above_all_numbers(isa):
     x = torch.full((1, 16), torch.finfo(F32).max)
     x[0, 5], x[0, 9], x[0, 12] = -math.inf, math.nan, math.inf
     for k, places in ((1, [9]), (2, [5, 9]), (3, [5, 9, 12])):
-        wire, out = new_wire(1, 16, k, 16, 32), torch.empty(1, 16)
-        ops.topk_compress(x, wire, k, 16, 32)
-        ops.topk_decompress(wire, out, k, 16, 32)
+        payload, out = new_payload(1, 16, k, 16, 32), torch.empty(1, 16)
+        ops.topk_compress(x, payload, k, 16, 32)
+        ops.topk_decompress(payload, out, k, 16, 32)
         assert out[0].nonzero().flatten().tolist() == places
     for lanes in (15, 16, 33):  # NaN in the lane of a number, and after it
         y = torch.arange(1.0, 257.0).unsqueeze(0)
         y[0, 3] = y[0, 3 + lanes] = math.nan
-        wire, out = new_wire(1, 256, 2, 256, 32), torch.empty(1, 256)
-        ops.topk_compress(y, wire, 2, 256, 32)
-        ops.topk_decompress(wire, out, 2, 256, 32)
+        payload, out = new_payload(1, 256, 2, 256, 32), torch.empty(1, 256)
+        ops.topk_compress(y, payload, 2, 256, 32)
+        ops.topk_decompress(payload, out, 2, 256, 32)
         assert out[0].nonzero().flatten().tolist() == [3, 3 + lanes]
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_damage_is_noticed_and_writes_nowhere_else(isa, bits):
     compressor, n = TopK(3, 32, bits), 100
-    wire, guarded = torch.empty(1, compressor.nbytes(n), dtype=U8), torch.full((n + 512,), 7.0)
-    compressor.compress(1000 - torch.arange(float(n)).unsqueeze(0), wire)  # the first three of each chunk
-    assert compressor.is_sound(wire, n)
+    payload, guarded = torch.empty(1, compressor.nbytes(n), dtype=U8), torch.full((n + 512,), 7.0)
+    compressor.compress(1000 - torch.arange(float(n)).unsqueeze(0), payload)  # the first three of each chunk
+    assert compressor.is_sound(payload, n)
     at = compressor._row(n).indices_at
     for change in (
         [0, 200],
@@ -294,27 +294,27 @@ def test_damage_is_noticed_and_writes_nowhere_else(isa, bits):
         [9, 30],
         [11, 30],
     ):  # beyond a chunk, not ascending, beyond the last
-        broken = wire.clone()
+        broken = payload.clone()
         broken[0, at + change[0]] = change[1]
         assert not compressor.is_sound(broken, n)
         compressor.decompress(broken, guarded[256:-256].view(1, n))
         assert bool((guarded[:256] == 7).all())
         assert bool((guarded[-256:] == 7).all())
     if bits < 16:
-        wire[0, :4].view(F32)[0] = -1.0
-        assert not compressor.is_sound(wire, n)
+        payload[0, :4].view(F32)[0] = -1.0
+        assert not compressor.is_sound(payload, n)
 
 
 def test_a_chunk_with_nothing_to_send_decodes_to_zeros(isa):
     for bits, (k, chunk) in itertools.product(BITS, [(2, 256), (1, 128), (1, 512), (3, 16)]):
         n = 3 * chunk + 1
-        x, out, wire = torch.zeros(1, n), torch.ones(1, n), new_wire(1, n, k, chunk, bits)
+        x, out, payload = torch.zeros(1, n), torch.ones(1, n), new_payload(1, n, k, chunk, bits)
         x[0, chunk + 3] = -2.0
-        ops.topk_compress(x, wire, k, chunk, bits)
-        ops.topk_decompress(wire, out, k, chunk, bits)
+        ops.topk_compress(x, payload, k, chunk, bits)
+        ops.topk_decompress(payload, out, k, chunk, bits)
         torch.testing.assert_close(out, x, rtol=1e-6, atol=0)
         assert (out != 0).sum() == 1
-        assert bool(topk_is_sound(wire, TopK(k, chunk, bits)._row(n)))
+        assert bool(topk_is_sound(payload, TopK(k, chunk, bits)._row(n)))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -356,7 +356,7 @@ def test_columns_are_compressed_and_moved_as_whole(bits, dtype):
     compressor, rows, n = TopK(32, 64, bits), 3, 2004
     width = compressor.chunk_multiple
     g = torch.Generator().manual_seed(0)
-    live = torch.randint(0, 256, (rows, (n + 7) // 8), dtype=U8, generator=g)
+    active = torch.randint(0, 256, (rows, (n + 7) // 8), dtype=U8, generator=g)
     m, error = torch.randn(2, rows * n, dtype=dtype, generator=g)
     ps = [torch.randn(700), torch.randn(9, 300).t(), torch.randn(n + 401).bfloat16()]
     grads, offsets = [torch.randn_like(p) for p in ps], [5, 800, n + 1500]
@@ -368,12 +368,12 @@ def test_columns_are_compressed_and_moved_as_whole(bits, dtype):
             start, stop = chunk or (0, n)
             payload = torch.empty(rows, compressor.nbytes(stop - start, dtype), dtype=U8)
             momentum = Momentum(m, grads, offsets, 0.9, 0.1)
-            compressor.compress_momentum(momentum, error.view(rows, n), payload, live, after, chunk)
-            compressor.decompress_adam(payload, new_m, update, live, chunk)
+            compressor.compress_momentum(momentum, error.view(rows, n), payload, active, after, chunk)
+            compressor.decompress_adam(payload, new_m, update, active, chunk)
         results.append([after, new_m, *moved])
     formed = torch.empty_like(m)
     ops.momentum(m, grads, offsets, 0.9, 0.1, formed)
-    z = (formed + error).view(rows, n) * torch.from_numpy(unpacked(live, n))
+    z = (formed + error).view(rows, n) * torch.from_numpy(unpacked(active, n))
     torch.testing.assert_close(results[0][0] + results[0][1].view(rows, n), z)
     assert not any(bits_equal(p.contiguous(), q.contiguous()) for p, q in zip(ps, results[0][2:]))
     for whole, cut in zip(*results):
@@ -392,9 +392,9 @@ def test_4_of_256_keep_nearly_the_energy_of_64_of_4096(data, least):
     kept = []
     for k, chunk in ((4, 256), (64, 4096)):
         compressor, out = TopK(k, chunk, bits=32), torch.empty_like(x)
-        wire = torch.empty(1, compressor.nbytes(n, F64), dtype=U8)
-        compressor.compress(x, wire)
-        compressor.decompress(wire, out)
+        payload = torch.empty(1, compressor.nbytes(n, F64), dtype=U8)
+        compressor.compress(x, payload)
+        compressor.decompress(payload, out)
         assert (out != 0).sum() == n // 64
         kept.append(float(out.square().sum()))
     assert least <= kept[0] / kept[1] < 1
@@ -404,9 +404,9 @@ def test_two_levels_lose_less_than_one_and_eight_bits_less_than_both():
     x = torch.randn(1, 2**18, generator=torch.Generator().manual_seed(0))
     lost = {}
     for bits in BITS:
-        wire, out, exact = torch.empty(1, TopK(bits=bits).nbytes(2**18), dtype=U8), torch.empty_like(x), x.clone()
-        TopK(bits=bits).compress(x, wire)
-        TopK(bits=bits).decompress(wire, out)
+        payload, out, exact = torch.empty(1, TopK(bits=bits).nbytes(2**18), dtype=U8), torch.empty_like(x), x.clone()
+        TopK(bits=bits).compress(x, payload)
+        TopK(bits=bits).decompress(payload, out)
         exact[out == 0] = 0
         lost[bits] = float((exact - out).square().sum() / exact.square().sum())
     assert 0.012 < lost[1] < 0.02
@@ -441,20 +441,20 @@ def test_a_format_out_of_range_is_refused(arguments, says):
     [
         (lambda x, w: ops.topk_nbytes(-1, 4, 256, 2), "n must be at least 0, got -1"),
         (lambda x, w: ops.topk_compress(x, w, 4, 255, 2), "got 255"),
-        (lambda x, w: ops.topk_compress(x, w[:, :16], 4, 256, 2), r"wire .*\(2, 32\).*got strided \(2, 16\)"),
-        (lambda x, w: ops.topk_compress(x, w.float(), 4, 256, 2), "wire .*float32"),
+        (lambda x, w: ops.topk_compress(x, w[:, :16], 4, 256, 2), r"payload .*\(2, 32\).*got strided \(2, 16\)"),
+        (lambda x, w: ops.topk_compress(x, w.float(), 4, 256, 2), "payload .*float32"),
         (lambda x, w: ops.topk_compress(x[0], w, 4, 256, 2), "x .*2 dimensions"),
         (lambda x, w: ops.topk_compress(x.half(), w, 4, 256, 2), "x .*float16"),
         (lambda x, w: ops.topk_compress(x.t().contiguous().t(), w, 4, 256, 2), "rows contiguous, got strided"),
-        (lambda x, w: ops.topk_compress(x, w, 4, 256, 2, torch.ones(2, 8, dtype=U8)), r"live must be \(2, 38\)"),
+        (lambda x, w: ops.topk_compress(x, w, 4, 256, 2, torch.ones(2, 8, dtype=U8)), r"active must be \(2, 38\)"),
         (lambda x, w: ops.topk_compress_with_feedback(x, x.double(), w, 4, 256, 2), "error .*float64"),
         (lambda x, w: ops.topk_compress_with_feedback(x, x, w, 4, 256, 2, None, x[:1]), r"new_error .*\(1, 300\)"),
         (lambda x, w: ops.topk_decompress(w, x.int(), 4, 256, 2), "out .*int32"),
         (lambda x, w: ops.topk_decompress_mean(w, x, 4, 256, 2), "1 dimension"),
         (lambda x, w: ops.topk_decompress_mean(w[:0], x[0], 4, 256, 2), "at least one rank"),
-        (lambda x, w: ops.topk_decompress_mean(w.repeat(1, 2)[:, :32], x[0], 4, 256, 2), "wire must be contiguous"),
+        (lambda x, w: ops.topk_decompress_mean(w.repeat(1, 2)[:, :32], x[0], 4, 256, 2), "payload must be contiguous"),
     ],
 )
 def test_wrong_arguments_are_named(call, says):
     with pytest.raises(ValueError, match=says):
-        call(torch.ones(2, 300), new_wire(2, 300, 4, 256, 2))
+        call(torch.ones(2, 300), new_payload(2, 300, 4, 256, 2))

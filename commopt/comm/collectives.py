@@ -217,9 +217,9 @@ def compressed_all_reduce(
     rows = x.view(backend.world_size, -1)
     mask = None if active is None else active.view(backend.world_size, -1)
 
-    def compress(wire: Tensor, _: Chunk) -> None:
+    def compress(payload: Tensor, _: Chunk) -> None:
         worker, after = feedback.worker_rows(backend.world_size)
-        compressor.compress_with_feedback(rows, worker, wire, mask, after)
+        compressor.compress_with_feedback(rows, worker, payload, mask, after)
 
     (chunk,) = yield from compressed_mean(compress, feedback, compressor, backend, active=active)
     yield chunk.work

@@ -65,7 +65,7 @@ class PayloadSync:
         compressor: the same on every rank.
         backend: the ranks, W of them.
         active: (ceil(n / 8),) uint8 bit mask, least significant bit first, the same on every rank, or None for all. A
-            dead element is in no scale, and its residual is 0; what the mean has at its place means nothing.
+            inactive element is in no scale, and its residual is 0; what the mean has at its place means nothing.
     """
 
     def __init__(self, v: Tensor, compressor: Compressor, backend: Backend, active: Tensor | None = None) -> None:

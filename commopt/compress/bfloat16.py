@@ -1,4 +1,4 @@
-"""Two bytes an element: the cast to bfloat16. Wire rows: :mod:`commopt.ops.bfloat16`."""
+"""Two bytes an element: the cast to bfloat16. Payload rows: :mod:`commopt.ops.bfloat16`."""
 
 from __future__ import annotations
 

@@ -108,10 +108,10 @@ def scales_are_sound(payload: Tensor, scales: int) -> Tensor:
 def zero_inactive_(x: Tensor, active: Tensor | None) -> None:
     """Makes the inactive elements of (r, n) 0: those whose bits in ``active``, (r, ceil(n / 8)) uint8, are 0."""
     if active is not None and x.shape[1] % 8 == 0 and x.is_contiguous():
-        ops.zero_dead_(x.view(-1), active.view(-1))
+        ops.zero_inactive_(x.view(-1), active.view(-1))
     elif active is not None:  # the bits of a row begin at a whole byte
         for row, bits in zip(x, active):
-            ops.zero_dead_(row, bits)
+            ops.zero_inactive_(row, bits)
 
 
 class Compressor(ABC):

@@ -1,6 +1,6 @@
 """Operators on tensors: each one a schema, a reference in PyTorch, and native providers where they are faster.
 
-Each file states the wire rows of its operators: :mod:`commopt.ops.sign`, :mod:`commopt.ops.integers`,
+Each file states the payload rows of its operators: :mod:`commopt.ops.sign`, :mod:`commopt.ops.integers`,
 :mod:`commopt.ops.bfloat16`, :mod:`commopt.ops.top_k` and :mod:`commopt.ops.threshold`; :mod:`commopt.ops.flat` has
 those that send nothing.
 
@@ -15,7 +15,15 @@ from commopt.ops import catalogue
 from commopt.ops import cuda as cuda  # for their registrations
 from commopt.ops import native as native
 from commopt.ops.bfloat16 import bf16_compress_momentum, bf16_decompress_to, bf16_nbytes, bf16_reduce
-from commopt.ops.flat import all_finite, frozen_adam_apply_, momentum, pack_nonzero, square_sum, square_sums, zero_dead_
+from commopt.ops.flat import (
+    all_finite,
+    frozen_adam_apply_,
+    momentum,
+    pack_nonzero,
+    square_sum,
+    square_sums,
+    zero_inactive_,
+)
 from commopt.ops.integers import (
     int_compress,
     int_compress_momentum,
@@ -90,7 +98,7 @@ __all__ = [
     "topk_decompress",
     "topk_decompress_mean",
     "topk_nbytes",
-    "zero_dead_",
+    "zero_inactive_",
 ]
 
 

@@ -11,15 +11,15 @@ from torch import Tensor
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_longlong
 
-SENT_AND_LEFT: list[tuple[str, Any]] = [(name, _P) for name in ("x", "error", "new_error", "wire", "live")]
+SENT_AND_LEFT: list[tuple[str, Any]] = [(name, _P) for name in ("x", "error", "new_error", "payload", "active")]
 """Fields of what is compressed with entries that have indices, see :mod:`commopt.ops.top_k`."""
 STRIDES: list[tuple[str, Any]] = [
-    (name, _I64) for name in ("rows", "x_stride", "error_stride", "new_error_stride", "live_stride")
+    (name, _I64) for name in ("rows", "x_stride", "error_stride", "new_error_stride", "active_stride")
 ]
 """Fields of how that lies."""
 RECEIVED: list[tuple[str, Any]] = [
-    *((name, _P) for name in ("wire", "out", "live")),
-    *((name, _I64) for name in ("rows", "ranks", "out_stride", "live_stride")),
+    *((name, _P) for name in ("payload", "out", "active")),
+    *((name, _I64) for name in ("rows", "ranks", "out_stride", "active_stride")),
 ]
 """Fields of what is decompressed."""
 
@@ -34,9 +34,9 @@ def strides(*tensors: Tensor | None) -> list[int]:
     return [0 if x is None or x.dim() == 1 else x.stride(0) for x in tensors]
 
 
-def serves(x: Tensor, *wires: Tensor) -> bool:
-    """True if CUDA kernels can read ``x``, and the numbers in ``wires`` where they lie."""
-    return x.dtype == torch.float32 and all(wire.data_ptr() % 4 == 0 for wire in wires)
+def serves(x: Tensor, *payloads: Tensor) -> bool:
+    """True if CUDA kernels can read ``x``, and the numbers in ``payloads`` where they lie."""
+    return x.dtype == torch.float32 and all(payload.data_ptr() % 4 == 0 for payload in payloads)
 
 
 def layout(kind: type[ctypes.Structure], row: Any) -> ctypes.Structure:

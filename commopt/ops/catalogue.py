@@ -14,26 +14,28 @@ import torch
 from commopt.ops import reference, reference_bfloat16, reference_integers, reference_threshold, reference_top_k
 
 SCHEMAS = {
-    "sign_compress": "(Tensor x, Tensor(a!) wire, int block, int norm, Tensor? live=None) -> ()",
+    "sign_compress": "(Tensor x, Tensor(a!) payload, int block, int norm, Tensor? active=None) -> ()",
     "sign_compress_with_feedback": (
-        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int block, int norm, Tensor? live=None) -> ()"
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) payload, int block, int norm, Tensor? active=None) "
+        "-> ()"
     ),
     "sign_compress_momentum": (
         "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor error, Tensor(a!) new_error, "
-        "Tensor(b!) wire, int block, int norm, Tensor? live, int start, int stop) -> ()"
+        "Tensor(b!) payload, int block, int norm, Tensor? active, int start, int stop) -> ()"
     ),
     "sign_reduce": (
-        "(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int block, int norm, Tensor? live=None) "
-        "-> ()"
+        "(Tensor payloads, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int block, int norm, "
+        "Tensor? active=None) -> ()"
     ),
-    "sign_decompress": "(Tensor wire, Tensor(a!) out, int block, Tensor? live=None) -> ()",
-    "sign_decompress_mean": "(Tensor wire, Tensor(a!) out, int block) -> ()",
+    "sign_decompress": "(Tensor payload, Tensor(a!) out, int block, Tensor? active=None) -> ()",
+    "sign_decompress_mean": "(Tensor payload, Tensor(a!) out, int block) -> ()",
     "sign_decompress_adam_": (
-        "(Tensor wire, Tensor(a!) exp_avg, Tensor exp_avg_sq, Tensor(b!)[] params, int[] offsets, float[] step_sizes, "
-        "float[] sqrt_bias_corrections2, float eps, float decay, int block, Tensor? live, int start, int stop) -> ()"
+        "(Tensor payload, Tensor(a!) exp_avg, Tensor exp_avg_sq, Tensor(b!)[] params, int[] offsets, "
+        "float[] step_sizes, float[] sqrt_bias_corrections2, float eps, float decay, int block, Tensor? active, "
+        "int start, int stop) -> ()"
     ),
     "pack_nonzero": "(Tensor x, Tensor(a!) bits) -> ()",
-    "zero_dead_": "(Tensor(a!) x, Tensor bits) -> ()",
+    "zero_inactive_": "(Tensor(a!) x, Tensor bits) -> ()",
     "square_sum": "(Tensor[] xs) -> Tensor",
     "square_sums": "(Tensor[] xs) -> Tensor",
     "momentum": "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor(a!) out) -> ()",
@@ -42,50 +44,53 @@ SCHEMAS = {
         "float[] sqrt_bias_corrections2, float eps, float decay) -> ()"
     ),
     "int_compress": (
-        "(Tensor x, Tensor(a!) wire, int bits, int block, bool stochastic, bool rotated, int seed, Tensor? live=None) "
-        "-> ()"
+        "(Tensor x, Tensor(a!) payload, int bits, int block, bool stochastic, bool rotated, int seed, "
+        "Tensor? active=None) -> ()"
     ),
     "int_compress_with_feedback": (
-        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int bits, int block, bool stochastic, "
-        "bool rotated, int seed, Tensor? live=None) -> ()"
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) payload, int bits, int block, bool stochastic, "
+        "bool rotated, int seed, Tensor? active=None) -> ()"
     ),
     "int_compress_momentum": (
         "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor error, Tensor(a!) new_error, "
-        "Tensor(b!) wire, int bits, int block, bool stochastic, bool rotated, int seed, Tensor? live, int start, "
+        "Tensor(b!) payload, int bits, int block, bool stochastic, bool rotated, int seed, Tensor? active, int start, "
         "int stop) -> ()"
     ),
     "int_reduce": (
-        "(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int bits, int block, bool stochastic, "
-        "bool rotated, int seed, Tensor? live=None) -> ()"
+        "(Tensor payloads, Tensor error, Tensor(a!) new_error, Tensor(b!) own, int bits, int block, bool stochastic, "
+        "bool rotated, int seed, Tensor? active=None) -> ()"
     ),
-    "int_decompress": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated, Tensor? live=None) -> ()",
+    "int_decompress": "(Tensor payload, Tensor(a!) out, int bits, int block, bool rotated, Tensor? active=None) -> ()",
     "int_decompress_to": (
-        "(Tensor wire, Tensor(a!)[] outs, int[] offsets, int numel, int bits, int block, bool rotated, Tensor? live, "
-        "int start, int stop) -> ()"
+        "(Tensor payload, Tensor(a!)[] outs, int[] offsets, int numel, int bits, int block, bool rotated, "
+        "Tensor? active, int start, int stop) -> ()"
     ),
-    "int_decompress_mean": "(Tensor wire, Tensor(a!) out, int bits, int block, bool rotated) -> ()",
+    "int_decompress_mean": "(Tensor payload, Tensor(a!) out, int bits, int block, bool rotated) -> ()",
     "bf16_compress_momentum": (
         "(Tensor m, Tensor[] grads, int[] offsets, float beta, float alpha, Tensor error, Tensor(a!) new_error, "
-        "Tensor(b!) wire, Tensor? live, int start, int stop) -> ()"
+        "Tensor(b!) payload, Tensor? active, int start, int stop) -> ()"
     ),
-    "bf16_reduce": ("(Tensor wires, Tensor error, Tensor(a!) new_error, Tensor(b!) own, Tensor? live=None) -> ()"),
+    "bf16_reduce": ("(Tensor payloads, Tensor error, Tensor(a!) new_error, Tensor(b!) own, Tensor? active=None) -> ()"),
     "bf16_decompress_to": (
-        "(Tensor wire, Tensor(a!)[] outs, int[] offsets, int numel, Tensor? live, int start, int stop) -> ()"
+        "(Tensor payload, Tensor(a!)[] outs, int[] offsets, int numel, Tensor? active, int start, int stop) -> ()"
     ),
-    "topk_compress": "(Tensor x, Tensor(a!) wire, int k, int chunk, int bits, Tensor? live=None) -> ()",
+    "topk_compress": "(Tensor x, Tensor(a!) payload, int k, int chunk, int bits, Tensor? active=None) -> ()",
     "topk_compress_with_feedback": (
-        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int k, int chunk, int bits, "
-        "Tensor? live=None) -> ()"
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) payload, int k, int chunk, int bits, "
+        "Tensor? active=None) -> ()"
     ),
-    "topk_decompress": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits, Tensor? live=None) -> ()",
-    "topk_decompress_mean": "(Tensor wire, Tensor(a!) out, int k, int chunk, int bits) -> ()",
-    "topk_find_unsound": "(Tensor wire, Tensor(a!) sound, int n, int k, int chunk, int bits, ScalarType dtype) -> ()",
-    "threshold_compress": "(Tensor x, Tensor(a!) wire, int k, int rounds, Tensor? live=None) -> ()",
+    "topk_decompress": "(Tensor payload, Tensor(a!) out, int k, int chunk, int bits, Tensor? active=None) -> ()",
+    "topk_decompress_mean": "(Tensor payload, Tensor(a!) out, int k, int chunk, int bits) -> ()",
+    "topk_find_unsound": (
+        "(Tensor payload, Tensor(a!) sound, int n, int k, int chunk, int bits, ScalarType dtype) -> ()"
+    ),
+    "threshold_compress": "(Tensor x, Tensor(a!) payload, int k, int rounds, Tensor? active=None) -> ()",
     "threshold_compress_with_feedback": (
-        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) wire, int k, int rounds, Tensor? live=None) -> ()"
+        "(Tensor x, Tensor error, Tensor(a!) new_error, Tensor(b!) payload, int k, int rounds, Tensor? active=None) "
+        "-> ()"
     ),
-    "threshold_decompress": "(Tensor wire, Tensor(a!) out, int k, Tensor? live=None) -> ()",
-    "threshold_decompress_mean": "(Tensor wire, Tensor(a!) out, int k) -> ()",
+    "threshold_decompress": "(Tensor payload, Tensor(a!) out, int k, Tensor? active=None) -> ()",
+    "threshold_decompress_mean": "(Tensor payload, Tensor(a!) out, int k) -> ()",
 }
 
 _BEGINNINGS = {

@@ -37,59 +37,59 @@ def check_rows(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
         raise ValueError(f"{name} must be {tuple(shape)} {dtype} on {device}, rows contiguous, got {describe(x)}")
 
 
-def check_sent(name: str, x: Tensor, wire: Tensor, nbytes: Callable[[int], int], live: Tensor | None) -> None:
-    """Raises ValueError unless ``x`` has rows of float32 or float64, and ``wire`` those that they are sent as, of
-    ``nbytes(n)`` bytes for n elements; ``live``: None, or a mask."""
+def check_sent(name: str, x: Tensor, payload: Tensor, nbytes: Callable[[int], int], active: Tensor | None) -> None:
+    """Raises ValueError unless ``x`` has rows of float32 or float64, and ``payload`` those that they are sent as, of
+    ``nbytes(n)`` bytes for n elements; ``active``: None, or a mask."""
     if x.dtype not in REAL or x.dim() != 2:
         raise ValueError(f"{name} must be float32 or float64, of 2 dimensions, got {describe(x)}")
     rows, n = x.shape
     check_rows(name, x, (rows, n), x.dtype, x.device)
-    check_like("wire", wire, (rows, nbytes(n)), torch.uint8, x.device)
-    if live is not None:
-        check_rows("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+    check_like("payload", payload, (rows, nbytes(n)), torch.uint8, x.device)
+    if active is not None:
+        check_rows("active", active, (rows, (n + 7) // 8), torch.uint8, x.device)
 
 
-def check_gathered(out: Tensor, wire: Tensor, nbytes: Callable[[int], int]) -> None:
-    """Raises ValueError unless ``out`` is a row of float32 or float64, and ``wire`` has one of each of several ranks,
-    as for :func:`check_sent`."""
-    if out.dim() != 1 or wire.dim() != 2 or wire.shape[0] == 0:
+def check_gathered(out: Tensor, payload: Tensor, nbytes: Callable[[int], int]) -> None:
+    """Raises ValueError unless ``out`` is a row of float32 or float64, and ``payload`` has one of each of several
+    ranks, as for :func:`check_sent`."""
+    if out.dim() != 1 or payload.dim() != 2 or payload.shape[0] == 0:
         raise ValueError(
-            "out must be of 1 dimension, and wire have a row for each of at least one rank, got "
-            f"{describe(out)} and {describe(wire)}"
+            "out must be of 1 dimension, and payload have a row for each of at least one rank, got "
+            f"{describe(out)} and {describe(payload)}"
         )
-    check_sent("out", out.unsqueeze(0), wire[:1], nbytes, None)
-    if not wire.is_contiguous():
-        raise ValueError(f"wire must be contiguous, got {describe(wire)}")
+    check_sent("out", out.unsqueeze(0), payload[:1], nbytes, None)
+    if not payload.is_contiguous():
+        raise ValueError(f"payload must be contiguous, got {describe(payload)}")
 
 
 def check_shared_rows(
-    wire: Tensor,
+    payload: Tensor,
     numel: int,
     device: torch.device,
     nbytes: Callable[[int], int],
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int | None,
 ) -> int:
-    """Raises ValueError unless ``wire`` has rows that are columns [start, stop) of ``numel`` elements on ``device``
+    """Raises ValueError unless ``payload`` has rows that are columns [start, stop) of ``numel`` elements on ``device``
     seen as as many rows.
 
     Args:
-        wire, nbytes, live: as for :func:`check_sent`.
+        payload, nbytes, active: as for :func:`check_sent`.
         start, stop: multiples of 8, but that stop may be n.
 
     Returns:
         ``stop``, which is all columns if None.
     """
-    if wire.dim() != 2 or wire.shape[0] == 0 or numel % wire.shape[0]:
-        raise ValueError(f"wire must have rows that share the {numel} elements equally, got {describe(wire)}")
-    rows, n = wire.shape[0], numel // wire.shape[0]
+    if payload.dim() != 2 or payload.shape[0] == 0 or numel % payload.shape[0]:
+        raise ValueError(f"payload must have rows that share the {numel} elements equally, got {describe(payload)}")
+    rows, n = payload.shape[0], numel // payload.shape[0]
     stop = n if stop is None else stop
     if not 0 <= start <= stop <= n or start % 8 or (stop % 8 and stop < n):
         raise ValueError(f"start and stop must be multiples of 8 with 0 <= start <= stop <= {n}, got {start}, {stop}")
-    check_like("wire", wire, (rows, nbytes(stop - start)), torch.uint8, device)
-    if live is not None:
-        check_like("live", live, (rows, (n + 7) // 8), torch.uint8, device)
+    check_like("payload", payload, (rows, nbytes(stop - start)), torch.uint8, device)
+    if active is not None:
+        check_like("active", active, (rows, (n + 7) // 8), torch.uint8, device)
     return stop
 
 

@@ -1,6 +1,6 @@
 """Native CUDA providers: ``kernels/cuda`` through CuPy.
 
-What a kernel does not handle (float64, a wire that is not on 4 bytes) goes to the reference, as in
+What a kernel does not handle (float64, a payload that is not on 4 bytes) goes to the reference, as in
 :mod:`commopt.ops.native`. Nothing here waits for the device.
 
 Rows may be strided: a row tensor of two dimensions has its own ``stride(0)``, and the offsets of gradients and
@@ -46,17 +46,17 @@ def _compress(
     tiling: t.Tiling,
     error: Tensor | None,
     new_error: Tensor | None,
-    wire: Tensor,
+    payload: Tensor,
     norm: int,
-    live: Tensor | None,
+    active: Tensor | None,
 ) -> None:
     """Runs kernel ``name`` on each piece, with the argument that the piece makes of ``struct Compression``; then, where
     blocks have several tiles, what has to wait for all of them."""
-    rows, device, partials = tiling.rows, wire.device, None
+    rows, device, partials = tiling.rows, payload.device, None
     if tiling.tiles_per_block > 1:
         partials = torch.empty((tiling.tiles, 2), dtype=torch.float64, device=device)
-    apart = strides(error, new_error, live)
-    pointers = [pointer(x) for x in (error, new_error, wire, live, partials)]
+    apart = strides(error, new_error, active)
+    pointers = [pointer(x) for x in (error, new_error, payload, active, partials)]
     for first, last, argument in pieces:
         to = t.Compression(tiling.layout(first, last), *pointers, *apart, norm)
         tiling.launch(name, argument(to), device, first, last)
@@ -70,27 +70,33 @@ def _compress(
 
 
 def _compress_rows(
-    x: Tensor, error: Tensor | None, new_error: Tensor | None, wire: Tensor, block: int, norm: int, live: Tensor | None
+    x: Tensor,
+    error: Tensor | None,
+    new_error: Tensor | None,
+    payload: Tensor,
+    block: int,
+    norm: int,
+    active: Tensor | None,
 ) -> None:
     rows, n = x.shape
     if rows and n:
-        tiling = t.Tiling.of(rows, n, block, wire.shape[1])
+        tiling = t.Tiling.of(rows, n, block, payload.shape[1])
         piece = 0, tiling.tiles, lambda to: t.CompressRows(to, x.data_ptr(), x.stride(0))
-        _compress("sign_compress", [piece], tiling, error, new_error, wire, norm, live)
+        _compress("sign_compress", [piece], tiling, error, new_error, payload, norm, active)
 
 
-def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
-    if not serves(x, wire):
-        return reference.sign_compress(x, wire, block, norm, live)
-    _compress_rows(x, None, None, wire, block, norm, live)
+def _sign_compress(x: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None) -> None:
+    if not serves(x, payload):
+        return reference.sign_compress(x, payload, block, norm, active)
+    _compress_rows(x, None, None, payload, block, norm, active)
 
 
 def _sign_compress_with_feedback(
-    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+    x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None
 ) -> None:
-    if not serves(x, wire):
-        return reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
-    _compress_rows(x, error, new_error, wire, block, norm, live)
+    if not serves(x, payload):
+        return reference.sign_compress_with_feedback(x, error, new_error, payload, block, norm, active)
+    _compress_rows(x, error, new_error, payload, block, norm, active)
 
 
 def _sign_compress_momentum(
@@ -101,71 +107,71 @@ def _sign_compress_momentum(
     alpha: float,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     block: int,
     norm: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    rows, n = wire.shape[0], stop - start
+    rows, n = payload.shape[0], stop - start
     if n == 0:
         return
-    mine = t.contiguous(grads) if serves(m, wire) else None
+    mine = t.contiguous(grads) if serves(m, payload) else None
     if mine is None:
         return reference.sign_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
+            m, grads, offsets, beta, alpha, error, new_error, payload, block, norm, active, start, stop
         )
     m, error, new_error = (t.columns(x, rows, start, stop) for x in (m, error, new_error))
-    live = None if live is None else t.columns(live, rows, start, stop, 8)
+    active = None if active is None else t.columns(active, rows, start, stop, 8)
     offsets, stride = [o - start for o in offsets], m.stride(0)
-    tiling = t.Tiling.of(rows, n, block, wire.shape[1])
+    tiling = t.Tiling.of(rows, n, block, payload.shape[1])
     pieces = t.pieces(tiling, stride, mine, offsets, [(0, 0)] * len(mine))
     if pieces is None:  # too many tensors in a block to do it in one pass
         x = m.new_empty((rows, n))
         t.momentum_rows(tiling, m, stride, mine, offsets, beta, alpha, x)
-        return _compress_rows(x, error, new_error, wire, block, norm, live)
+        return _compress_rows(x, error, new_error, payload, block, norm, active)
 
     def with_runs(runs: Structure) -> Callable[[Structure], Structure]:
         return lambda to: t.CompressMomentum(to, t.Momentum(m.data_ptr(), stride, beta, alpha, runs))
 
     arguments = [(first, last, with_runs(runs)) for first, last, runs in pieces]
-    _compress("sign_compress_momentum", arguments, tiling, error, new_error, wire, norm, live)
+    _compress("sign_compress_momentum", arguments, tiling, error, new_error, payload, norm, active)
 
 
 def _sign_reduce(
-    wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, live: Tensor | None = None
+    payloads: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, active: Tensor | None = None
 ) -> None:
-    if not serves(error, wires, own):
-        return reference.sign_reduce(wires, error, new_error, own, block, norm, live)
-    ranks, nbytes = wires.shape
+    if not serves(error, payloads, own):
+        return reference.sign_reduce(payloads, error, new_error, own, block, norm, active)
+    ranks, nbytes = payloads.shape
     if error.shape[0]:
         tiling = t.Tiling.of(1, error.shape[0], block, nbytes)
-        piece = 0, tiling.tiles, lambda to: t.Reduce(to, wires.data_ptr(), ranks)
-        _compress("sign_reduce", [piece], tiling, error, new_error, own, norm, live)
+        piece = 0, tiling.tiles, lambda to: t.Reduce(to, payloads.data_ptr(), ranks)
+        _compress("sign_reduce", [piece], tiling, error, new_error, own, norm, active)
 
 
 # decompression --------------------------------------------------------------------------------------------------------
 
 
 def _decompression(
-    tiling: t.Tiling, first: int, last: int, wire: Tensor, out: Tensor, live: Tensor | None
+    tiling: t.Tiling, first: int, last: int, payload: Tensor, out: Tensor, active: Tensor | None
 ) -> Structure:
-    pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
-    return t.Decompression(tiling.layout(first, last), *pointers, *strides(out, live))
+    pointers = payload.data_ptr(), out.data_ptr(), pointer(active)
+    return t.Decompression(tiling.layout(first, last), *pointers, *strides(out, active))
 
 
-def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
-    if not serves(out, wire):
-        return reference.sign_decompress(wire, out, block, live)
+def _sign_decompress(payload: Tensor, out: Tensor, block: int, active: Tensor | None = None) -> None:
+    if not serves(out, payload):
+        return reference.sign_decompress(payload, out, block, active)
     if out.numel():
-        tiling = t.Tiling.of(out.shape[0], out.shape[1], block, wire.shape[1])
-        argument = _decompression(tiling, 0, tiling.tiles, wire, out, live)
+        tiling = t.Tiling.of(out.shape[0], out.shape[1], block, payload.shape[1])
+        argument = _decompression(tiling, 0, tiling.tiles, payload, out, active)
         tiling.launch("sign_decompress", argument, out.device, 0, tiling.tiles)
 
 
 def _sign_decompress_adam_(
-    wire: Tensor,
+    payload: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     params: list[Tensor],
@@ -175,39 +181,41 @@ def _sign_decompress_adam_(
     eps: float,
     decay: float,
     block: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    rows, n = wire.shape[0], stop - start
+    rows, n = payload.shape[0], stop - start
     if n == 0:
         return
-    mine = t.contiguous(params) if serves(exp_avg, wire) else None
+    mine = t.contiguous(params) if serves(exp_avg, payload) else None
     if mine is None:
-        reference.sign_decompress_adam_(wire, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, live, start, stop)
+        reference.sign_decompress_adam_(
+            payload, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, active, start, stop
+        )
         return reference.adam_in_columns_(
             _frozen_adam_apply_, rows, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,
             decay, start, stop,
         )  # fmt: skip
     m, v = (t.columns(x, rows, start, stop) for x in (exp_avg, exp_avg_sq))
-    live = None if live is None else t.columns(live, rows, start, stop, 8)
+    active = None if active is None else t.columns(active, rows, start, stop, 8)
     factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
-    tiling, offsets = t.Tiling.of(rows, n, block, wire.shape[1]), [o - start for o in offsets]
+    tiling, offsets = t.Tiling.of(rows, n, block, payload.shape[1]), [o - start for o in offsets]
     tiling, pieces = t.any_pieces(tiling, m.stride(0), mine, offsets, factors)
     for first, last, runs in pieces:
-        of = _decompression(tiling, first, last, wire, m, live)
+        of = _decompression(tiling, first, last, payload, m, active)
         argument = t.DecompressAdam(of, v.data_ptr(), v.stride(0), decay, runs)
         tiling.launch("sign_decompress_adam", argument, exp_avg.device, first, last)
     _write_back(params, mine)
 
 
-def _sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
-    if not serves(out, wire):
-        return reference.sign_decompress_mean(wire, out, block)
-    ranks, nbytes = wire.shape
+def _sign_decompress_mean(payload: Tensor, out: Tensor, block: int) -> None:
+    if not serves(out, payload):
+        return reference.sign_decompress_mean(payload, out, block)
+    ranks, nbytes = payload.shape
     if out.shape[0]:
         tiling = t.Tiling.of(1, out.shape[0], block, nbytes)
-        argument = t.DecompressMean(tiling.layout(0, tiling.tiles), wire.data_ptr(), out.data_ptr(), ranks)
+        argument = t.DecompressMean(tiling.layout(0, tiling.tiles), payload.data_ptr(), out.data_ptr(), ranks)
         tiling.launch("sign_decompress_mean", argument, out.device, 0, tiling.tiles)
 
 
@@ -227,10 +235,10 @@ def _pack_nonzero(x: Tensor, bits: Tensor) -> None:
     _mask("pack_nonzero", x, bits)
 
 
-def _zero_dead_(x: Tensor, bits: Tensor) -> None:
+def _zero_inactive_(x: Tensor, bits: Tensor) -> None:
     if x.dtype != torch.float32:
-        return reference.zero_dead_(x, bits)
-    _mask("zero_dead", x, bits)
+        return reference.zero_inactive_(x, bits)
+    _mask("zero_inactive", x, bits)
 
 
 def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
@@ -276,7 +284,7 @@ def _square_sums(xs: list[Tensor]) -> Tensor:
 
 
 def _partial_sums(xs: list[Tensor]) -> tuple[Tensor, list[int]]:
-    """The sums of the squares of the tiles of all ``xs``, as struct Partial in wire.cuh has them, and how many tiles
+    """The sums of the squares of the tiles of all ``xs``, as struct Partial in payload.cuh has them, and how many tiles
     each of them has."""
     rows = [t.Entry(0, x.numel(), x.data_ptr(), None, None, 0, 0, t.KINDS[x.dtype]) for x in xs]
     counts = [-(-row.n // SUM_TILE) for row in rows]
@@ -338,7 +346,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "sign_decompress_mean": _sign_decompress_mean,
     "sign_decompress_adam_": _sign_decompress_adam_,
     "pack_nonzero": _pack_nonzero,
-    "zero_dead_": _zero_dead_,
+    "zero_inactive_": _zero_inactive_,
     "square_sum": _square_sum,
     "square_sums": _square_sums,
     "momentum": _momentum,

@@ -26,8 +26,8 @@ class Coding(Structure):
 
 class Compression(Structure):
     _fields_ = [
-        ("at", Layout), ("how", Coding), ("error", _P), ("new_error", _P), ("wire", _P), ("live", _P), ("stride", _I64),
-        ("live_stride", _I64),
+        ("at", Layout), ("how", Coding), ("error", _P), ("new_error", _P), ("payload", _P), ("active", _P),
+        ("stride", _I64), ("active_stride", _I64),
     ]  # fmt: skip
 
 
@@ -40,15 +40,15 @@ class CompressMomentum(Structure):
 
 
 class Reduce(Structure):
-    _fields_ = [("to", Compression), ("wires", _P), ("ranks", _I64)]
+    _fields_ = [("to", Compression), ("payloads", _P), ("ranks", _I64)]
 
 
 class Decompression(Structure):
-    _fields_ = [("at", Layout), ("how", Coding), ("wire", _P), ("out", _P), ("live", _P)]
+    _fields_ = [("at", Layout), ("how", Coding), ("payload", _P), ("out", _P), ("active", _P)]
 
 
 class Mean(Structure):
-    _fields_ = [("at", Layout), ("how", Coding), ("wires", _P), ("out", _P), ("ranks", _I64)]
+    _fields_ = [("at", Layout), ("how", Coding), ("payloads", _P), ("out", _P), ("ranks", _I64)]
 
 
 def _launch(name: str, x: Tensor, block: int, nbytes: int, argument: Callable[[Structure], Structure]) -> None:
@@ -64,54 +64,54 @@ def _of_block(name: str, block: int) -> str:
 
 def int_compress(
     x: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
-    if not serves(x, wire):
-        return reference.int_compress(x, wire, bits, block, stochastic, rotated, seed, live)
-    _compress_rows(x, None, None, wire, block, Coding(bits, stochastic, rotated, seed), live)
+    if not serves(x, payload):
+        return reference.int_compress(x, payload, bits, block, stochastic, rotated, seed, active)
+    _compress_rows(x, None, None, payload, block, Coding(bits, stochastic, rotated, seed), active)
 
 
 def int_compress_with_feedback(
     x: Tensor,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
-    if not serves(x, wire):
+    if not serves(x, payload):
         return reference.int_compress_with_feedback(
-            x, error, new_error, wire, bits, block, stochastic, rotated, seed, live
+            x, error, new_error, payload, bits, block, stochastic, rotated, seed, active
         )
-    _compress_rows(x, error, new_error, wire, block, Coding(bits, stochastic, rotated, seed), live)
+    _compress_rows(x, error, new_error, payload, block, Coding(bits, stochastic, rotated, seed), active)
 
 
 def _compress_rows(
     x: Tensor,
     error: Tensor | None,
     new_error: Tensor | None,
-    wire: Tensor,
+    payload: Tensor,
     block: int,
     how: Coding,
-    live: Tensor | None,
+    active: Tensor | None,
 ) -> None:
-    pointers = [pointer(t) for t in (error, new_error, wire, live)]
-    apart = strides(error, live)
+    pointers = [pointer(t) for t in (error, new_error, payload, active)]
+    apart = strides(error, active)
 
     def argument(at: Structure) -> Structure:
         return CompressRows(Compression(at, how, *pointers, *apart), x.data_ptr(), strides(x)[0])
 
-    _launch("int_compress", x, block, wire.shape[1], argument)
+    _launch("int_compress", x, block, payload.shape[1], argument)
 
 
 def int_compress_momentum(
@@ -122,43 +122,43 @@ def int_compress_momentum(
     alpha: float,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    rows, n = wire.shape[0], stop - start
+    rows, n = payload.shape[0], stop - start
     if n == 0:
         return
-    mine = t.contiguous(grads) if serves(m, wire) else None
+    mine = t.contiguous(grads) if serves(m, payload) else None
     if mine is None:
         return reference.int_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, wire, bits, block, stochastic, rotated, seed, live,
+            m, grads, offsets, beta, alpha, error, new_error, payload, bits, block, stochastic, rotated, seed, active,
             start, stop,
         )  # fmt: skip
     m, error, new_error = (t.columns(x, rows, start, stop) for x in (m, error, new_error))
-    live = None if live is None else t.columns(live, rows, start, stop, 8)
+    active = None if active is None else t.columns(active, rows, start, stop, 8)
     offsets, stride, how = [o - start for o in offsets], m.stride(0), Coding(bits, stochastic, rotated, seed)
-    tiling = Tiling(rows, n, block, block, wire.shape[1])
+    tiling = Tiling(rows, n, block, block, payload.shape[1])
     pieces = t.pieces(tiling, stride, mine, offsets, [(0, 0)] * len(mine))
     if pieces is None:  # too many tensors in a block to do it in one pass
         x = m.new_empty((rows, n))
         t.momentum_rows(tiling, m, stride, mine, offsets, beta, alpha, x)
-        return _compress_rows(x, error, new_error, wire, block, how, live)
-    pointers = [pointer(x) for x in (error, new_error, wire, live)]
+        return _compress_rows(x, error, new_error, payload, block, how, active)
+    pointers = [pointer(x) for x in (error, new_error, payload, active)]
     for first, last, runs in pieces:
-        to = Compression(tiling.layout(first, last), how, *pointers, stride, *strides(live))
+        to = Compression(tiling.layout(first, last), how, *pointers, stride, *strides(active))
         argument = CompressMomentum(to, t.Momentum(m.data_ptr(), stride, beta, alpha, runs))
-        tiling.launch(_of_block("int_compress_momentum", block), argument, wire.device, first, last)
+        tiling.launch(_of_block("int_compress_momentum", block), argument, payload.device, first, last)
 
 
 def int_reduce(
-    wires: Tensor,
+    payloads: Tensor,
     error: Tensor,
     new_error: Tensor,
     own: Tensor,
@@ -167,52 +167,54 @@ def int_reduce(
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
-    if not serves(error, wires, own):
-        return reference.int_reduce(wires, error, new_error, own, bits, block, stochastic, rotated, seed, live)
-    how, pointers = Coding(bits, stochastic, rotated, seed), [pointer(t) for t in (error, new_error, own, live)]
+    if not serves(error, payloads, own):
+        return reference.int_reduce(payloads, error, new_error, own, bits, block, stochastic, rotated, seed, active)
+    how, pointers = Coding(bits, stochastic, rotated, seed), [pointer(t) for t in (error, new_error, own, active)]
 
     def argument(at: Structure) -> Structure:
-        return Reduce(Compression(at, how, *pointers, 0, 0), wires.data_ptr(), wires.shape[0])
+        return Reduce(Compression(at, how, *pointers, 0, 0), payloads.data_ptr(), payloads.shape[0])
 
-    _launch("int_reduce", error, block, wires.shape[1], argument)
+    _launch("int_reduce", error, block, payloads.shape[1], argument)
 
 
-def int_decompress(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool, live: Tensor | None = None) -> None:
-    if not serves(out, wire):
-        return reference.int_decompress(wire, out, bits, block, rotated, live)
-    how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (wire, out, live)]
-    _launch("int_decompress", out, block, wire.shape[1], lambda at: Decompression(at, how, *pointers))
+def int_decompress(
+    payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool, active: Tensor | None = None
+) -> None:
+    if not serves(out, payload):
+        return reference.int_decompress(payload, out, bits, block, rotated, active)
+    how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (payload, out, active)]
+    _launch("int_decompress", out, block, payload.shape[1], lambda at: Decompression(at, how, *pointers))
 
 
 def int_decompress_to(
-    wire: Tensor,
+    payload: Tensor,
     outs: list[Tensor],
     offsets: list[int],
     numel: int,
     bits: int,
     block: int,
     rotated: bool,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    values = torch.empty(wire.shape[0], stop - start, dtype=torch.float32, device=wire.device)
-    mask = None if live is None else t.columns(live, wire.shape[0], start, stop, 8).contiguous()
-    int_decompress(wire, values, bits, block, rotated, mask)
-    write_columns(values, outs, offsets, numel // wire.shape[0], start)
+    values = torch.empty(payload.shape[0], stop - start, dtype=torch.float32, device=payload.device)
+    mask = None if active is None else t.columns(active, payload.shape[0], start, stop, 8).contiguous()
+    int_decompress(payload, values, bits, block, rotated, mask)
+    write_columns(values, outs, offsets, numel // payload.shape[0], start)
 
 
-def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
-    if not serves(out, wire):
-        return reference.int_decompress_mean(wire, out, bits, block, rotated)
-    how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (wire, out)]
+def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
+    if not serves(out, payload):
+        return reference.int_decompress_mean(payload, out, bits, block, rotated)
+    how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (payload, out)]
 
     def argument(at: Structure) -> Structure:
-        return Mean(at, how, *pointers, wire.shape[0])
+        return Mean(at, how, *pointers, payload.shape[0])
 
-    _launch("int_decompress_mean", out, block, wire.shape[1], argument)
+    _launch("int_decompress_mean", out, block, payload.shape[1], argument)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

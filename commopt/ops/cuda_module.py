@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 SOURCES = (
-    "scalar.cuh", "wire.cuh", "runs.cuh", "compress.cu", "decompress.cu", "lists.cu", "integers.cu", "top_k.cu",
+    "scalar.cuh", "payload.cuh", "runs.cuh", "compress.cu", "decompress.cu", "lists.cu", "integers.cu", "top_k.cu",
     "threshold.cu",
 )  # fmt: skip
 """The files that make up the one module, in order; each of them uses what the ones before define."""

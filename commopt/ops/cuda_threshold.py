@@ -70,7 +70,13 @@ class Decompression(Structure):
 
 
 def _compress(
-    x: Tensor, error: Tensor | None, new_error: Tensor | None, wire: Tensor, k: int, rounds: int, live: Tensor | None
+    x: Tensor,
+    error: Tensor | None,
+    new_error: Tensor | None,
+    payload: Tensor,
+    k: int,
+    rounds: int,
+    active: Tensor | None,
 ) -> None:
     rows, device = x.shape[0], x.device
     if x.numel() == 0:
@@ -79,9 +85,9 @@ def _compress(
     kinds = [(rows * ctypes.sizeof(Search), torch.uint8), (chunks, torch.float64), (2 * chunks, torch.int32)]
     kinds += [(32 * chunks, torch.int32), (2 * chunks, torch.int64)]
     scratch = [torch.empty(size, dtype=dtype, device=device) for size, dtype in kinds]
-    pointers = [pointer(t) for t in (x, error, new_error, wire, live, *scratch)]
+    pointers = [pointer(t) for t in (x, error, new_error, payload, active, *scratch)]
     argument = Compression(
-        layout(Layout, ThresholdRow(x.shape[1], k)), *pointers, rows, *strides(x, error, new_error, live), 0, 0
+        layout(Layout, ThresholdRow(x.shape[1], k)), *pointers, rows, *strides(x, error, new_error, active), 0, 0
     )
     teams = -(-chunks // TEAMS)
     launch("threshold_measure", teams, (32, TEAMS), argument, device)
@@ -96,37 +102,37 @@ def _compress(
     launch("threshold_encode", teams, (32, TEAMS), argument, device)
 
 
-def _threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
-    if not serves(x, wire):
-        return reference.threshold_compress(x, wire, k, rounds, live)
-    _compress(x, None, None, wire, k, rounds, live)
+def _threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> None:
+    if not serves(x, payload):
+        return reference.threshold_compress(x, payload, k, rounds, active)
+    _compress(x, None, None, payload, k, rounds, active)
 
 
 def _threshold_compress_with_feedback(
-    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None
+    x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None
 ) -> None:
-    if not serves(x, wire):
-        return reference.threshold_compress_with_feedback(x, error, new_error, wire, k, rounds, live)
-    _compress(x, error, new_error, wire, k, rounds, live)
+    if not serves(x, payload):
+        return reference.threshold_compress_with_feedback(x, error, new_error, payload, k, rounds, active)
+    _compress(x, error, new_error, payload, k, rounds, active)
 
 
-def _decompress(wire: Tensor, out: Tensor, row: ThresholdRow, rows: int, ranks: int, live: Tensor | None) -> None:
+def _decompress(payload: Tensor, out: Tensor, row: ThresholdRow, rows: int, ranks: int, active: Tensor | None) -> None:
     if out.numel():
-        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
-        argument = Decompression(layout(Layout, row), *pointers, rows, ranks, *strides(out, live))
+        pointers = payload.data_ptr(), out.data_ptr(), pointer(active)
+        argument = Decompression(layout(Layout, row), *pointers, rows, ranks, *strides(out, active))
         launch("threshold_decompress", rows * row.segments, (THREADS, 1), argument, out.device)
 
 
-def _threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
-    if not serves(out, wire):
-        return reference.threshold_decompress(wire, out, k, live)
-    _decompress(wire, out, ThresholdRow(out.shape[1], k), out.shape[0], 1, live)
+def _threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> None:
+    if not serves(out, payload):
+        return reference.threshold_decompress(payload, out, k, active)
+    _decompress(payload, out, ThresholdRow(out.shape[1], k), out.shape[0], 1, active)
 
 
-def _threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
-    if not serves(out, wire):
-        return reference.threshold_decompress_mean(wire, out, k)
-    _decompress(wire, out, ThresholdRow(out.shape[0], k), 1, wire.shape[0], None)
+def _threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> None:
+    if not serves(out, payload):
+        return reference.threshold_decompress_mean(payload, out, k)
+    _decompress(payload, out, ThresholdRow(out.shape[0], k), 1, payload.shape[0], None)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

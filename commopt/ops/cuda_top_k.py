@@ -56,15 +56,15 @@ class Decompression(Structure):
 
 
 def _compress(
-    x: Tensor, error: Tensor | None, new_error: Tensor | None, wire: Tensor, row: TopKRow, live: Tensor | None
+    x: Tensor, error: Tensor | None, new_error: Tensor | None, payload: Tensor, row: TopKRow, active: Tensor | None
 ) -> None:
     rows, device = x.shape[0], x.device
     if x.numel() == 0:
         return
     kept = torch.empty((rows, row.entries), dtype=torch.float32, device=device)
     means = torch.empty((rows, row.groups), dtype=torch.float64, device=device)
-    pointers = [pointer(t) for t in (x, error, new_error, wire, live, kept, means)]
-    argument = Compression(layout(Layout, row), *pointers, rows, *strides(x, error, new_error, live))
+    pointers = [pointer(t) for t in (x, error, new_error, payload, active, kept, means)]
+    argument = Compression(layout(Layout, row), *pointers, rows, *strides(x, error, new_error, active))
     threads = min(row.chunk // ITEMS, 1024)
     if threads <= 32:
         launch("topk_select", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, device)
@@ -76,61 +76,61 @@ def _compress(
     launch("topk_encode", -(-rows * -(-row.entries // 8) // OCTETS), (OCTETS, 1), argument, device)
 
 
-def _topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
-    if not serves(x, wire):
-        return reference.topk_compress(x, wire, k, chunk, bits, live)
-    _compress(x, None, None, wire, TopKRow(x.shape[1], k, chunk, bits), live)
+def _topk_compress(x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
+    if not serves(x, payload):
+        return reference.topk_compress(x, payload, k, chunk, bits, active)
+    _compress(x, None, None, payload, TopKRow(x.shape[1], k, chunk, bits), active)
 
 
 def _topk_compress_with_feedback(
     x: Tensor,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     k: int,
     chunk: int,
     bits: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
-    if not serves(x, wire):
-        return reference.topk_compress_with_feedback(x, error, new_error, wire, k, chunk, bits, live)
-    _compress(x, error, new_error, wire, TopKRow(x.shape[1], k, chunk, bits), live)
+    if not serves(x, payload):
+        return reference.topk_compress_with_feedback(x, error, new_error, payload, k, chunk, bits, active)
+    _compress(x, error, new_error, payload, TopKRow(x.shape[1], k, chunk, bits), active)
 
 
-def _decompress(wire: Tensor, out: Tensor, row: TopKRow, rows: int, ranks: int, live: Tensor | None) -> None:
+def _decompress(payload: Tensor, out: Tensor, row: TopKRow, rows: int, ranks: int, active: Tensor | None) -> None:
     if out.numel():
-        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
-        argument = Decompression(layout(Layout, row), *pointers, rows, ranks, *strides(out, live))
+        pointers = payload.data_ptr(), out.data_ptr(), pointer(active)
+        argument = Decompression(layout(Layout, row), *pointers, rows, ranks, *strides(out, active))
         launch("topk_decompress", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, out.device)
 
 
-def _topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
-    if not serves(out, wire):
-        return reference.topk_decompress(wire, out, k, chunk, bits, live)
-    _decompress(wire, out, TopKRow(out.shape[1], k, chunk, bits), out.shape[0], 1, live)
+def _topk_decompress(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
+    if not serves(out, payload):
+        return reference.topk_decompress(payload, out, k, chunk, bits, active)
+    _decompress(payload, out, TopKRow(out.shape[1], k, chunk, bits), out.shape[0], 1, active)
 
 
-def _topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
-    if not serves(out, wire):
-        return reference.topk_decompress_mean(wire, out, k, chunk, bits)
-    _decompress(wire, out, TopKRow(out.shape[0], k, chunk, bits), 1, wire.shape[0], None)
+def _topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+    if not serves(out, payload):
+        return reference.topk_decompress_mean(payload, out, k, chunk, bits)
+    _decompress(payload, out, TopKRow(out.shape[0], k, chunk, bits), 1, payload.shape[0], None)
 
 
 class Soundness(Structure):
     """``struct TopKSoundness``."""
 
-    _fields_ = [("at", Layout), ("wire", _P), ("sound", _P), ("rows", _I64)]
+    _fields_ = [("at", Layout), ("payload", _P), ("sound", _P), ("rows", _I64)]
 
 
 def _topk_find_unsound(
-    wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
+    payload: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    if dtype != torch.float32 or not wire.is_contiguous() or wire.data_ptr() % 4:
-        return reference.topk_find_unsound(wire, sound, n, k, chunk, bits, dtype)
+    if dtype != torch.float32 or not payload.is_contiguous() or payload.data_ptr() % 4:
+        return reference.topk_find_unsound(payload, sound, n, k, chunk, bits, dtype)
     row = TopKRow(n, k, chunk, bits)
-    if n and wire.shape[0]:
-        argument = Soundness(layout(Layout, row), wire.data_ptr(), sound.data_ptr(), wire.shape[0])
-        launch("topk_find_unsound", -(-wire.shape[0] * row.chunks // TEAMS), (32, TEAMS), argument, wire.device)
+    if n and payload.shape[0]:
+        argument = Soundness(layout(Layout, row), payload.data_ptr(), sound.data_ptr(), payload.shape[0])
+        launch("topk_find_unsound", -(-payload.shape[0] * row.chunks // TEAMS), (32, TEAMS), argument, payload.device)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

@@ -27,7 +27,7 @@ def pack_nonzero(x: Tensor, bits: Tensor) -> None:
     _ops.pack_nonzero.default(x, bits)
 
 
-def zero_dead_(x: Tensor, bits: Tensor) -> None:
+def zero_inactive_(x: Tensor, bits: Tensor) -> None:
     """Sets x[i] = 0 wherever bit i of ``bits`` is 0.
 
     Args:
@@ -39,7 +39,7 @@ def zero_dead_(x: Tensor, bits: Tensor) -> None:
     """
     check_real("x", x, 1)
     check_like("bits", bits, ((x.shape[0] + 7) // 8,), torch.uint8, x.device)
-    _ops.zero_dead_.default(x, bits)
+    _ops.zero_inactive_.default(x, bits)
 
 
 def square_sum(xs: Sequence[Tensor]) -> Tensor:

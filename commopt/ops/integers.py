@@ -1,6 +1,6 @@
 """Integers of 8, 4 or 2 bits, or floats of 8, and a scale a block: the operators of :mod:`commopt.compress.scaled`.
 
-**Wire row.** ``n`` elements in blocks of ``block`` (the last one may be shorter)::
+**Payload row.** ``n`` elements in blocks of ``block`` (the last one may be shorter)::
 
     [ceil(n / block) float32 scales][ceil(n b / 8) bytes of codes][zeros up to a multiple of 16 bytes]
 
@@ -32,7 +32,7 @@ distance 1, 2, 4, ... (a, b -> a + b, a - b), then a factor of 1 / sqrt(block), 
 block is transformed in pieces whose lengths are powers of two, the largest first: as many codes as elements, and
 nothing sent for padding.
 
-A ``live`` mask, (r, ceil(n / 8)) uint8, least significant bit first, makes the elements with bit 0 count as absent:
+A ``active`` mask, (r, ceil(n / 8)) uint8, least significant bit first, makes the elements with bit 0 count as absent:
 they enter as 0, are not in the count of a mean (unless rotated: what is counted then are coefficients), and their
 residual is 0. They decode to what the code of 0 stands for, or to 0 with the same mask.
 """
@@ -57,7 +57,7 @@ LARGEST_BLOCK = 8192
 
 
 def int_nbytes(n: int, bits: int, block: int) -> int:
-    """Bytes of the wire row of ``n`` elements: 4 ceil(n / block) + ceil(n b / 8), rounded up to a multiple of 16.
+    """Bytes of the payload row of ``n`` elements: 4 ceil(n / block) + ceil(n b / 8), rounded up to a multiple of 16.
 
     Args:
         n: elements in the row; 0 gives 0.
@@ -83,53 +83,53 @@ def width(bits: int) -> int:
 
 def int_compress(
     x: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool = False,
     rotated: bool = False,
     seed: int = 0,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
-    """Writes C[x] to ``wire``.
+    """Writes C[x] to ``payload``.
 
     Args:
         x: (r, n) float32 or float64, contiguous; unchanged.
-        wire: (r, int_nbytes(n, bits, block)) uint8, contiguous; written, in the format that the module states.
+        payload: (r, int_nbytes(n, bits, block)) uint8, contiguous; written, in the format that the module states.
         bits: of an element: 8, 4 or 2; or E4M3 or E5M2.
         block: elements that share a scale, a power of two from 8 to 8192.
         stochastic: rounding; otherwise to nearest.
         rotated: whether blocks are transformed first.
         seed: of the noise, 0 <= seed < 2**32.
-        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
+        active: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
 
     Raises:
         ValueError: a shape, dtype, device, layout or number is not as above.
     """
     check_real("x", x, 2)
-    _check_rows(wire, x, bits, block, live)
+    _check_rows(payload, x, bits, block, active)
     _check_seed(seed)
-    _ops.int_compress.default(x, wire, bits, block, stochastic, rotated, seed, live)
+    _ops.int_compress.default(x, payload, bits, block, stochastic, rotated, seed, active)
 
 
 def int_compress_with_feedback(
     x: Tensor,
     error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool = False,
     rotated: bool = False,
     seed: int = 0,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
     new_error: Tensor | None = None,
 ) -> None:
-    """Sends the residual too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
+    """Sends the residual too, and keeps what is lost: z = x + error;  payload = C[z];  new_error <- z - C[z].
 
     Args:
         x: (r, n) float32 or float64, contiguous; unchanged unless it is ``new_error``.
         error: like x: the residual; unchanged unless it is ``new_error``.
-        wire, bits, block, stochastic, rotated, seed, live: as for :func:`int_compress`.
+        payload, bits, block, stochastic, rotated, seed, active: as for :func:`int_compress`.
         new_error: like x; written; None for ``error``. It may be ``error`` or ``x`` itself; no two arguments may
             overlap otherwise.
 
@@ -137,12 +137,12 @@ def int_compress_with_feedback(
         ValueError: a shape, dtype, device, layout or number is not as above.
     """
     check_real("x", x, 2)
-    _check_rows(wire, x, bits, block, live)
+    _check_rows(payload, x, bits, block, active)
     _check_seed(seed)
     check_like("error", error, x.shape, x.dtype, x.device)
     after = error if new_error is None else new_error
     check_like("new_error", after, x.shape, x.dtype, x.device)
-    _ops.int_compress_with_feedback.default(x, error, after, wire, bits, block, stochastic, rotated, seed, live)
+    _ops.int_compress_with_feedback.default(x, error, after, payload, bits, block, stochastic, rotated, seed, active)
 
 
 def int_compress_momentum(
@@ -153,19 +153,19 @@ def int_compress_momentum(
     alpha: float,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool = False,
     rotated: bool = False,
     seed: int = 0,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
     start: int = 0,
     stop: int | None = None,
 ) -> None:
     """:func:`commopt.ops.momentum`, then :func:`int_compress_with_feedback` of it, in one pass and to the same bits:
 
-        x = beta m + alpha g;  z = x + error;  wire = C[z];  new_error <- z - C[z]
+        x = beta m + alpha g;  z = x + error;  payload = C[z];  new_error <- z - C[z]
 
     Args:
         m: (r n,) float32 or float64, contiguous, seen as r rows of n; unchanged.
@@ -173,8 +173,8 @@ def int_compress_momentum(
         error: like m: the residual; unchanged unless it is ``new_error``.
         new_error: like m; written. It may be ``error`` itself; no two arguments may overlap otherwise, but that m may
             be ``error``.
-        wire: (r, int_nbytes(stop - start, bits, block)) uint8, contiguous, r >= 1; written.
-        bits, block, stochastic, rotated, seed, live: as for :func:`int_compress`; live is of whole rows.
+        payload: (r, int_nbytes(stop - start, bits, block)) uint8, contiguous, r >= 1; written.
+        bits, block, stochastic, rotated, seed, active: as for :func:`int_compress`; active is of whole rows.
         start, stop: the columns of each row to work on, [start, stop); the others are not touched. Multiples of 8,
             but that stop may be n, as it is if None. Cut at multiples of ``block``, a row is compressed to the same
             values as whole.
@@ -184,18 +184,18 @@ def int_compress_momentum(
     """
     check_real("m", m, 1)
     _check_seed(seed)
-    stop = check_shared_rows(wire, m.shape[0], m.device, lambda n: int_nbytes(n, bits, block), live, start, stop)
+    stop = check_shared_rows(payload, m.shape[0], m.device, lambda n: int_nbytes(n, bits, block), active, start, stop)
     check_like("error", error, m.shape, m.dtype, m.device)
     check_like("new_error", new_error, m.shape, m.dtype, m.device)
     check_runs("grads", grads, offsets, m.shape[0], m.device)
     _ops.int_compress_momentum.default(
-        m, grads, offsets, beta, alpha, error, new_error, wire, bits, block, stochastic, rotated, seed, live, start,
-        stop,
+        m, grads, offsets, beta, alpha, error, new_error, payload, bits, block, stochastic, rotated, seed, active,
+        start, stop,
     )  # fmt: skip
 
 
 def int_reduce(
-    wires: Tensor,
+    payloads: Tensor,
     error: Tensor,
     new_error: Tensor,
     own: Tensor,
@@ -204,85 +204,85 @@ def int_reduce(
     stochastic: bool = False,
     rotated: bool = False,
     seed: int = 0,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
     """:func:`int_decompress_mean`, then :func:`int_compress_with_feedback` of it, in one pass and to the same bits:
 
-        z = mean of the rows of wires + error;  own = C[z];  new_error <- z - C[z]
+        z = mean of the rows of payloads + error;  own = C[z];  new_error <- z - C[z]
 
     Args:
-        wires: (W, int_nbytes(n, bits, block)) uint8, contiguous, W >= 1.
+        payloads: (W, int_nbytes(n, bits, block)) uint8, contiguous, W >= 1.
         error: (n,) float32 or float64, contiguous: the residual; unchanged unless it is ``new_error``.
         new_error: like error; written. It may be ``error`` itself; no two arguments may overlap otherwise.
         own: (int_nbytes(n, bits, block),) uint8, contiguous; written.
-        bits, block, stochastic, rotated, seed: of ``own``; bits, block and rotated of ``wires`` are the same.
-        live: (ceil(n / 8),) uint8 bit mask of the elements that take part, or None for all.
+        bits, block, stochastic, rotated, seed: of ``own``; bits, block and rotated of ``payloads`` are the same.
+        active: (ceil(n / 8),) uint8 bit mask of the elements that take part, or None for all.
 
     Raises:
         ValueError: a shape, dtype, device, layout or number is not as above.
     """
     check_real("error", error, 1)
-    _check_ranks("wires", wires, error, bits, block)
+    _check_ranks("payloads", payloads, error, bits, block)
     _check_seed(seed)
     check_like("new_error", new_error, error.shape, error.dtype, error.device)
-    check_like("own", own, (wires.shape[1],), torch.uint8, error.device)
-    if live is not None:
-        check_like("live", live, ((error.shape[0] + 7) // 8,), torch.uint8, error.device)
-    _ops.int_reduce.default(wires, error, new_error, own, bits, block, stochastic, rotated, seed, live)
+    check_like("own", own, (payloads.shape[1],), torch.uint8, error.device)
+    if active is not None:
+        check_like("active", active, ((error.shape[0] + 7) // 8,), torch.uint8, error.device)
+    _ops.int_reduce.default(payloads, error, new_error, own, bits, block, stochastic, rotated, seed, active)
 
 
 def int_decompress(
-    wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool = False, live: Tensor | None = None
+    payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool = False, active: Tensor | None = None
 ) -> None:
-    """Writes to ``out`` what the rows of ``wire`` stand for, and 0 to the dead elements.
+    """Writes to ``out`` what the rows of ``payload`` stand for, and 0 to the inactive elements.
 
     Args:
-        wire: (r, int_nbytes(n, bits, block)) uint8, contiguous.
+        payload: (r, int_nbytes(n, bits, block)) uint8, contiguous.
         out: (r, n) float32 or float64, contiguous; written.
         bits, block, rotated: as they were for compression.
-        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
+        active: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all.
 
     Raises:
         ValueError: a shape, dtype, device, layout or number is not as above.
     """
     check_real("out", out, 2)
-    _check_rows(wire, out, bits, block, live)
-    _ops.int_decompress.default(wire, out, bits, block, rotated, live)
+    _check_rows(payload, out, bits, block, active)
+    _ops.int_decompress.default(payload, out, bits, block, rotated, active)
 
 
 def int_decompress_to(
-    wire: Tensor,
+    payload: Tensor,
     outs: Sequence[Tensor],
     offsets: Sequence[int],
     numel: int,
     bits: int,
     block: int,
     rotated: bool = False,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
     start: int = 0,
     stop: int | None = None,
 ) -> None:
     """:func:`int_decompress`, in float32, to tensors that lie in a flat buffer which is not there; rounded to theirs.
 
     Args:
-        wire: (r, int_nbytes(stop - start, bits, block)) uint8, contiguous, r >= 1.
+        payload: (r, int_nbytes(stop - start, bits, block)) uint8, contiguous, r >= 1.
         outs: of any shape, floating dtype and layout; written where they are in the columns [start, stop).
         offsets: for each of them the element of the buffer where it starts; ascending, without overlap.
         numel: r n, elements of the buffer, seen as r rows of n.
         bits, block, rotated: as they were for compression.
-        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all; 0 at the others.
+        active: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, or None for all; 0 at the others.
         start, stop: as for :func:`int_compress_momentum`.
 
     Raises:
         ValueError: a shape, dtype, device, layout, offset, column or number is not as above.
     """
-    stop = check_shared_rows(wire, numel, wire.device, lambda n: int_nbytes(n, bits, block), live, start, stop)
-    check_runs("outs", outs, offsets, numel, wire.device)
-    _ops.int_decompress_to.default(wire, outs, offsets, numel, bits, block, rotated, live, start, stop)
+    stop = check_shared_rows(payload, numel, payload.device, lambda n: int_nbytes(n, bits, block), active, start, stop)
+    check_runs("outs", outs, offsets, numel, payload.device)
+    _ops.int_decompress_to.default(payload, outs, offsets, numel, bits, block, rotated, active, start, stop)
 
 
-def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool = False) -> None:
-    """Writes the mean of the W rows of ``wire`` to ``out``.
+def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool = False) -> None:
+    """Writes the mean of the W rows of ``payload`` to ``out``.
 
         a_k = s_k / W;   y = ((q_0 a_0 + q_1 a_1) + ...) + q_{W-1} a_{W-1}     (2 bits: q - 1.5 for q)
 
@@ -290,7 +290,7 @@ def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotate
     rotated, ``out`` is y rotated back, once for all ranks.
 
     Args:
-        wire: (W, int_nbytes(n, bits, block)) uint8, contiguous, W >= 1.
+        payload: (W, int_nbytes(n, bits, block)) uint8, contiguous, W >= 1.
         out: (n,) float32 or float64, contiguous; written.
         bits, block, rotated: as they were for compression.
 
@@ -298,8 +298,8 @@ def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotate
         ValueError: a shape, dtype, device, layout or number is not as above.
     """
     check_real("out", out, 1)
-    _check_ranks("wire", wire, out, bits, block)
-    _ops.int_decompress_mean.default(wire, out, bits, block, rotated)
+    _check_ranks("payload", payload, out, bits, block)
+    _ops.int_decompress_mean.default(payload, out, bits, block, rotated)
 
 
 def _check_seed(seed: int) -> None:
@@ -307,14 +307,14 @@ def _check_seed(seed: int) -> None:
         raise ValueError(f"seed must be an int with 0 <= seed < 2**32, got {seed}")
 
 
-def _check_rows(wire: Tensor, x: Tensor, bits: int, block: int, live: Tensor | None) -> None:
+def _check_rows(payload: Tensor, x: Tensor, bits: int, block: int, active: Tensor | None) -> None:
     rows, n = x.shape
-    check_like("wire", wire, (rows, int_nbytes(n, bits, block)), torch.uint8, x.device)
-    if live is not None:
-        check_like("live", live, (rows, (n + 7) // 8), torch.uint8, x.device)
+    check_like("payload", payload, (rows, int_nbytes(n, bits, block)), torch.uint8, x.device)
+    if active is not None:
+        check_like("active", active, (rows, (n + 7) // 8), torch.uint8, x.device)
 
 
-def _check_ranks(name: str, wire: Tensor, row: Tensor, bits: int, block: int) -> None:
-    if wire.dim() != 2 or wire.shape[0] == 0:
-        raise ValueError(f"{name} must have a row for each of at least one rank, got shape {tuple(wire.shape)}")
-    check_like(name, wire, (wire.shape[0], int_nbytes(row.shape[0], bits, block)), torch.uint8, row.device)
+def _check_ranks(name: str, payload: Tensor, row: Tensor, bits: int, block: int) -> None:
+    if payload.dim() != 2 or payload.shape[0] == 0:
+        raise ValueError(f"{name} must have a row for each of at least one rank, got shape {tuple(payload.shape)}")
+    check_like(name, payload, (payload.shape[0], int_nbytes(row.shape[0], bits, block)), torch.uint8, row.device)

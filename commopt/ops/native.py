@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "sign_decompress_mean": [_P, _P, _I64, _I64, _I64, _I32],
     "sign_decompress_adam": [_P, _P, _P, _P, _P, _I64, _P, _F32, _I64, _I64, _I64, _I64, _I64, _I32],
     "pack_nonzero": [_P, _P, _I64, _I32],
-    "zero_dead": [_P, _P, _I64, _I32],
+    "zero_inactive": [_P, _P, _I64, _I32],
     "square_sum": [_P, _I64, _P, _I32],
     "square_sums": [_P, _I64, _P, _I32],
     "momentum": [_P, _P, _I64, _F32, _F32, _P, _I64, _I32],
@@ -92,18 +92,18 @@ def _call(name: str, *arguments: Any) -> None:
         raise MemoryError(f"no memory for the work space of {name}")
 
 
-def _sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
+def _sign_compress(x: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None) -> None:
     if x.dtype != torch.float32:
-        return reference.sign_compress(x, wire, block, norm, live)
-    _call("sign_compress", x.data_ptr(), None, None, wire.data_ptr(), pointer(live), *x.shape, block, norm)
+        return reference.sign_compress(x, payload, block, norm, active)
+    _call("sign_compress", x.data_ptr(), None, None, payload.data_ptr(), pointer(active), *x.shape, block, norm)
 
 
 def _sign_compress_with_feedback(
-    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+    x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None
 ) -> None:
     if x.dtype != torch.float32:
-        return reference.sign_compress_with_feedback(x, error, new_error, wire, block, norm, live)
-    pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
+        return reference.sign_compress_with_feedback(x, error, new_error, payload, block, norm, active)
+    pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
     _call("sign_compress", *pointers, *x.shape, block, norm)
 
 
@@ -115,41 +115,41 @@ def _sign_compress_momentum(
     alpha: float,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     block: int,
     norm: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
     gradients = gradient_runs(m, grads, offsets)
     if gradients is None:
         return reference.sign_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, wire, block, norm, live, start, stop
+            m, grads, offsets, beta, alpha, error, new_error, payload, block, norm, active, start, stop
         )
-    (runs, _), rows = gradients, wire.shape[0]
-    pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
+    (runs, _), rows = gradients, payload.shape[0]
+    pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
     shape = rows, m.shape[0] // rows, start, stop, block, norm
     _call("sign_compress_momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, *pointers, *shape)
 
 
 def _sign_reduce(
-    wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, live: Tensor | None = None
+    payloads: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, active: Tensor | None = None
 ) -> None:
     if error.dtype != torch.float32:
-        return reference.sign_reduce(wires, error, new_error, own, block, norm, live)
-    pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(live)
-    _call("sign_reduce", *pointers, wires.shape[0], error.shape[0], block, norm)
+        return reference.sign_reduce(payloads, error, new_error, own, block, norm, active)
+    pointers = payloads.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(active)
+    _call("sign_reduce", *pointers, payloads.shape[0], error.shape[0], block, norm)
 
 
-def _sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
+def _sign_decompress(payload: Tensor, out: Tensor, block: int, active: Tensor | None = None) -> None:
     if out.dtype != torch.float32:
-        return reference.sign_decompress(wire, out, block, live)
-    _call("sign_decompress", wire.data_ptr(), out.data_ptr(), pointer(live), *out.shape, block)
+        return reference.sign_decompress(payload, out, block, active)
+    _call("sign_decompress", payload.data_ptr(), out.data_ptr(), pointer(active), *out.shape, block)
 
 
 def _sign_decompress_adam_(
-    wire: Tensor,
+    payload: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     params: list[Tensor],
@@ -159,28 +159,30 @@ def _sign_decompress_adam_(
     eps: float,
     decay: float,
     block: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    rows, runs = wire.shape[0], runs_of(params, offsets)
+    rows, runs = payload.shape[0], runs_of(params, offsets)
     if exp_avg.dtype != torch.float32 or runs is None:
-        reference.sign_decompress_adam_(wire, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, live, start, stop)
+        reference.sign_decompress_adam_(
+            payload, exp_avg, exp_avg_sq, [], [], [], [], eps, decay, block, active, start, stop
+        )
         return reference.adam_in_columns_(
             _frozen_adam_apply_, rows, exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,
             decay, start, stop,
         )  # fmt: skip
     factors = _factors(step_sizes, sqrt_bias_corrections2, eps)
-    pointers = wire.data_ptr(), pointer(live), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), address(runs)
+    pointers = payload.data_ptr(), pointer(active), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), address(runs)
     shape = rows, exp_avg.shape[0] // rows, start, stop, block
     _call("sign_decompress_adam", *pointers, len(params), address(factors), decay, *shape)
     torch.autograd.graph.increment_version(params)  # as in _frozen_adam_apply_
 
 
-def _sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
+def _sign_decompress_mean(payload: Tensor, out: Tensor, block: int) -> None:
     if out.dtype != torch.float32:
-        return reference.sign_decompress_mean(wire, out, block)
-    _call("sign_decompress_mean", wire.data_ptr(), out.data_ptr(), wire.shape[0], out.shape[0], block)
+        return reference.sign_decompress_mean(payload, out, block)
+    _call("sign_decompress_mean", payload.data_ptr(), out.data_ptr(), payload.shape[0], out.shape[0], block)
 
 
 def _pack_nonzero(x: Tensor, bits: Tensor) -> None:
@@ -189,10 +191,10 @@ def _pack_nonzero(x: Tensor, bits: Tensor) -> None:
     _call("pack_nonzero", x.data_ptr(), bits.data_ptr(), x.shape[0])
 
 
-def _zero_dead_(x: Tensor, bits: Tensor) -> None:
+def _zero_inactive_(x: Tensor, bits: Tensor) -> None:
     if x.dtype != torch.float32:
-        return reference.zero_dead_(x, bits)
-    _call("zero_dead", x.data_ptr(), bits.data_ptr(), x.shape[0])
+        return reference.zero_inactive_(x, bits)
+    _call("zero_inactive", x.data_ptr(), bits.data_ptr(), x.shape[0])
 
 
 _READABLE = (torch.float32, torch.bfloat16)
@@ -280,7 +282,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "sign_decompress_mean": _sign_decompress_mean,
     "sign_decompress_adam_": _sign_decompress_adam_,
     "pack_nonzero": _pack_nonzero,
-    "zero_dead_": _zero_dead_,
+    "zero_inactive_": _zero_inactive_,
     "square_sum": _square_sum,
     "square_sums": _square_sums,
     "momentum": _momentum,

@@ -31,41 +31,43 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         alpha: float,
         error: Tensor,
         new_error: Tensor,
-        wire: Tensor,
-        live: Tensor | None,
+        payload: Tensor,
+        active: Tensor | None,
         start: int,
         stop: int,
     ) -> None:
         gradients = gradient_runs(m, grads, offsets)
         if gradients is None:
             return reference.bf16_compress_momentum(
-                m, grads, offsets, beta, alpha, error, new_error, wire, live, start, stop
+                m, grads, offsets, beta, alpha, error, new_error, payload, active, start, stop
             )
-        (runs, _), rows = gradients, wire.shape[0]
-        pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
+        (runs, _), rows = gradients, payload.shape[0]
+        pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
         shape = rows, m.shape[0] // rows, start, stop
         call("bf16_compress_momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, *pointers, *shape)
 
-    def bf16_reduce(wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, live: Tensor | None = None) -> None:
+    def bf16_reduce(
+        payloads: Tensor, error: Tensor, new_error: Tensor, own: Tensor, active: Tensor | None = None
+    ) -> None:
         if error.dtype != torch.float32:
-            return reference.bf16_reduce(wires, error, new_error, own, live)
-        pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(live)
-        call("bf16_reduce", *pointers, wires.shape[0], error.shape[0])
+            return reference.bf16_reduce(payloads, error, new_error, own, active)
+        pointers = payloads.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(active)
+        call("bf16_reduce", *pointers, payloads.shape[0], error.shape[0])
 
     def bf16_decompress_to(
-        wire: Tensor,
+        payload: Tensor,
         outs: list[Tensor],
         offsets: list[int],
         numel: int,
-        live: Tensor | None,
+        active: Tensor | None,
         start: int,
         stop: int,
     ) -> None:
         runs = runs_of(outs, offsets)
         if runs is None:
-            return reference.bf16_decompress_to(wire, outs, offsets, numel, live, start, stop)
-        shape = wire.shape[0], numel // wire.shape[0], start, stop
-        call("bf16_decompress_to", wire.data_ptr(), address(runs), len(outs), pointer(live), *shape)
+            return reference.bf16_decompress_to(payload, outs, offsets, numel, active, start, stop)
+        shape = payload.shape[0], numel // payload.shape[0], start, stop
+        call("bf16_decompress_to", payload.data_ptr(), address(runs), len(outs), pointer(active), *shape)
         torch.autograd.graph.increment_version(outs)  # as in native.py
 
     functions = bf16_compress_momentum, bf16_reduce, bf16_decompress_to

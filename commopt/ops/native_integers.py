@@ -32,36 +32,36 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
 def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     def int_compress(
         x: Tensor,
-        wire: Tensor,
+        payload: Tensor,
         bits: int,
         block: int,
         stochastic: bool,
         rotated: bool,
         seed: int,
-        live: Tensor | None = None,
+        active: Tensor | None = None,
     ) -> None:
         if x.dtype != torch.float32:
-            return reference.int_compress(x, wire, bits, block, stochastic, rotated, seed, live)
+            return reference.int_compress(x, payload, bits, block, stochastic, rotated, seed, active)
         coding = block, bits, stochastic, rotated, seed
-        call("int_compress", x.data_ptr(), None, None, wire.data_ptr(), pointer(live), *x.shape, *coding)
+        call("int_compress", x.data_ptr(), None, None, payload.data_ptr(), pointer(active), *x.shape, *coding)
 
     def int_compress_with_feedback(
         x: Tensor,
         error: Tensor,
         new_error: Tensor,
-        wire: Tensor,
+        payload: Tensor,
         bits: int,
         block: int,
         stochastic: bool,
         rotated: bool,
         seed: int,
-        live: Tensor | None = None,
+        active: Tensor | None = None,
     ) -> None:
         if x.dtype != torch.float32:
             return reference.int_compress_with_feedback(
-                x, error, new_error, wire, bits, block, stochastic, rotated, seed, live
+                x, error, new_error, payload, bits, block, stochastic, rotated, seed, active
             )
-        pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
+        pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
         call("int_compress", *pointers, *x.shape, block, bits, stochastic, rotated, seed)
 
     def int_compress_momentum(
@@ -72,30 +72,30 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         alpha: float,
         error: Tensor,
         new_error: Tensor,
-        wire: Tensor,
+        payload: Tensor,
         bits: int,
         block: int,
         stochastic: bool,
         rotated: bool,
         seed: int,
-        live: Tensor | None,
+        active: Tensor | None,
         start: int,
         stop: int,
     ) -> None:
         gradients = gradient_runs(m, grads, offsets)
         if gradients is None:
             return reference.int_compress_momentum(
-                m, grads, offsets, beta, alpha, error, new_error, wire, bits, block, stochastic, rotated, seed, live,
-                start, stop,
+                m, grads, offsets, beta, alpha, error, new_error, payload, bits, block, stochastic, rotated, seed,
+                active, start, stop,
             )  # fmt: skip
-        (runs, _), rows = gradients, wire.shape[0]
-        pointers = error.data_ptr(), new_error.data_ptr(), wire.data_ptr(), pointer(live)
+        (runs, _), rows = gradients, payload.shape[0]
+        pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
         shape = rows, m.shape[0] // rows, start, stop
         coding = block, bits, stochastic, rotated, seed
         call("int_compress_momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, *pointers, *shape, *coding)
 
     def int_reduce(
-        wires: Tensor,
+        payloads: Tensor,
         error: Tensor,
         new_error: Tensor,
         own: Tensor,
@@ -104,12 +104,12 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         stochastic: bool,
         rotated: bool,
         seed: int,
-        live: Tensor | None = None,
+        active: Tensor | None = None,
     ) -> None:
         if error.dtype != torch.float32:
-            return reference.int_reduce(wires, error, new_error, own, bits, block, stochastic, rotated, seed, live)
-        pointers = wires.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(live)
-        shape = wires.shape[0], error.shape[0]
+            return reference.int_reduce(payloads, error, new_error, own, bits, block, stochastic, rotated, seed, active)
+        pointers = payloads.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(active)
+        shape = payloads.shape[0], error.shape[0]
         call("int_reduce", *pointers, *shape, block, bits, stochastic, rotated, seed)
 
     functions = int_compress, int_compress_with_feedback, int_compress_momentum, int_reduce
@@ -118,36 +118,36 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
 
 def _decoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     def int_decompress(
-        wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool, live: Tensor | None = None
+        payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool, active: Tensor | None = None
     ) -> None:
         if out.dtype != torch.float32:
-            return reference.int_decompress(wire, out, bits, block, rotated, live)
-        call("int_decompress", wire.data_ptr(), out.data_ptr(), pointer(live), *out.shape, block, bits, rotated)
+            return reference.int_decompress(payload, out, bits, block, rotated, active)
+        call("int_decompress", payload.data_ptr(), out.data_ptr(), pointer(active), *out.shape, block, bits, rotated)
 
-    def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
+    def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
         if out.dtype != torch.float32:
-            return reference.int_decompress_mean(wire, out, bits, block, rotated)
-        shape = wire.shape[0], out.shape[0]
-        call("int_decompress_mean", wire.data_ptr(), out.data_ptr(), *shape, block, bits, rotated)
+            return reference.int_decompress_mean(payload, out, bits, block, rotated)
+        shape = payload.shape[0], out.shape[0]
+        call("int_decompress_mean", payload.data_ptr(), out.data_ptr(), *shape, block, bits, rotated)
 
     def int_decompress_to(
-        wire: Tensor,
+        payload: Tensor,
         outs: list[Tensor],
         offsets: list[int],
         numel: int,
         bits: int,
         block: int,
         rotated: bool,
-        live: Tensor | None,
+        active: Tensor | None,
         start: int,
         stop: int,
     ) -> None:
         runs = runs_of(outs, offsets)
         if runs is None:
-            return reference.int_decompress_to(wire, outs, offsets, numel, bits, block, rotated, live, start, stop)
-        rows = wire.shape[0]
+            return reference.int_decompress_to(payload, outs, offsets, numel, bits, block, rotated, active, start, stop)
+        rows = payload.shape[0]
         shape = rows, numel // rows, start, stop, block, bits, rotated
-        call("int_decompress_to", wire.data_ptr(), address(runs), len(outs), pointer(live), *shape)
+        call("int_decompress_to", payload.data_ptr(), address(runs), len(outs), pointer(active), *shape)
         torch.autograd.graph.increment_version(outs)  # as in native.py
 
     functions = int_decompress, int_decompress_mean, int_decompress_to

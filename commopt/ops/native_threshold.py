@@ -27,37 +27,37 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         x: Tensor,
         error: Tensor | None,
         new_error: Tensor | None,
-        wire: Tensor,
+        payload: Tensor,
         k: int,
         rounds: int,
-        live: Tensor | None,
+        active: Tensor | None,
     ) -> None:
-        pointers = x.data_ptr(), pointer(error), pointer(new_error), wire.data_ptr(), pointer(live)
-        pitches = strides(x, error, new_error, live)
+        pointers = x.data_ptr(), pointer(error), pointer(new_error), payload.data_ptr(), pointer(active)
+        pitches = strides(x, error, new_error, active)
         call("threshold_compress", *pointers, *x.shape, *pitches, k, rounds)
 
-    def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
+    def threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> None:
         if x.dtype != torch.float32:
-            return reference.threshold_compress(x, wire, k, rounds, live)
-        compress(x, None, None, wire, k, rounds, live)
+            return reference.threshold_compress(x, payload, k, rounds, active)
+        compress(x, None, None, payload, k, rounds, active)
 
     def threshold_compress_with_feedback(
-        x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None
+        x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None
     ) -> None:
         if x.dtype != torch.float32:
-            return reference.threshold_compress_with_feedback(x, error, new_error, wire, k, rounds, live)
-        compress(x, error, new_error, wire, k, rounds, live)
+            return reference.threshold_compress_with_feedback(x, error, new_error, payload, k, rounds, active)
+        compress(x, error, new_error, payload, k, rounds, active)
 
-    def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
+    def threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> None:
         if out.dtype != torch.float32:
-            return reference.threshold_decompress(wire, out, k, live)
-        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
-        call("threshold_decompress", *pointers, *out.shape, *strides(out, live), k)
+            return reference.threshold_decompress(payload, out, k, active)
+        pointers = payload.data_ptr(), out.data_ptr(), pointer(active)
+        call("threshold_decompress", *pointers, *out.shape, *strides(out, active), k)
 
-    def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
+    def threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> None:
         if out.dtype != torch.float32:
-            return reference.threshold_decompress_mean(wire, out, k)
-        call("threshold_decompress_mean", wire.data_ptr(), out.data_ptr(), wire.shape[0], out.shape[0], k)
+            return reference.threshold_decompress_mean(payload, out, k)
+        call("threshold_decompress_mean", payload.data_ptr(), out.data_ptr(), payload.shape[0], out.shape[0], k)
 
     return {
         "threshold_compress": threshold_compress,

@@ -28,45 +28,47 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         x: Tensor,
         error: Tensor | None,
         new_error: Tensor | None,
-        wire: Tensor,
+        payload: Tensor,
         k: int,
         chunk: int,
         bits: int,
-        live: Tensor | None,
+        active: Tensor | None,
     ) -> None:
-        pointers = x.data_ptr(), pointer(error), pointer(new_error), wire.data_ptr(), pointer(live)
-        pitches = strides(x, error, new_error, live)
+        pointers = x.data_ptr(), pointer(error), pointer(new_error), payload.data_ptr(), pointer(active)
+        pitches = strides(x, error, new_error, active)
         call("topk_compress", *pointers, *x.shape, *pitches, k, chunk, bits)
 
-    def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+    def topk_compress(x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
         if x.dtype != torch.float32:
-            return reference.topk_compress(x, wire, k, chunk, bits, live)
-        compress(x, None, None, wire, k, chunk, bits, live)
+            return reference.topk_compress(x, payload, k, chunk, bits, active)
+        compress(x, None, None, payload, k, chunk, bits, active)
 
     def topk_compress_with_feedback(
         x: Tensor,
         error: Tensor,
         new_error: Tensor,
-        wire: Tensor,
+        payload: Tensor,
         k: int,
         chunk: int,
         bits: int,
-        live: Tensor | None = None,
+        active: Tensor | None = None,
     ) -> None:
         if x.dtype != torch.float32:
-            return reference.topk_compress_with_feedback(x, error, new_error, wire, k, chunk, bits, live)
-        compress(x, error, new_error, wire, k, chunk, bits, live)
+            return reference.topk_compress_with_feedback(x, error, new_error, payload, k, chunk, bits, active)
+        compress(x, error, new_error, payload, k, chunk, bits, active)
 
-    def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+    def topk_decompress(
+        payload: Tensor, out: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None
+    ) -> None:
         if out.dtype != torch.float32:
-            return reference.topk_decompress(wire, out, k, chunk, bits, live)
-        pointers = wire.data_ptr(), out.data_ptr(), pointer(live)
-        call("topk_decompress", *pointers, *out.shape, *strides(out, live), k, chunk, bits)
+            return reference.topk_decompress(payload, out, k, chunk, bits, active)
+        pointers = payload.data_ptr(), out.data_ptr(), pointer(active)
+        call("topk_decompress", *pointers, *out.shape, *strides(out, active), k, chunk, bits)
 
-    def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+    def topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
         if out.dtype != torch.float32:
-            return reference.topk_decompress_mean(wire, out, k, chunk, bits)
-        call("topk_decompress_mean", wire.data_ptr(), out.data_ptr(), wire.shape[0], out.shape[0], k, chunk, bits)
+            return reference.topk_decompress_mean(payload, out, k, chunk, bits)
+        call("topk_decompress_mean", payload.data_ptr(), out.data_ptr(), payload.shape[0], out.shape[0], k, chunk, bits)
 
     return {
         "topk_compress": topk_compress,
@@ -79,11 +81,11 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
 
 def _find_unsound(call: Callable[..., None]) -> Callable[..., Any]:
     def topk_find_unsound(
-        wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
+        payload: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        if dtype != torch.float32 or not wire.is_contiguous():
-            return reference.topk_find_unsound(wire, sound, n, k, chunk, bits, dtype)
-        if n and wire.shape[0]:
-            call("topk_find_unsound", wire.data_ptr(), sound.data_ptr(), wire.shape[0], n, k, chunk, bits)
+        if dtype != torch.float32 or not payload.is_contiguous():
+            return reference.topk_find_unsound(payload, sound, n, k, chunk, bits, dtype)
+        if n and payload.shape[0]:
+            call("topk_find_unsound", payload.data_ptr(), sound.data_ptr(), payload.shape[0], n, k, chunk, bits)
 
     return topk_find_unsound

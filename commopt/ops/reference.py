@@ -32,9 +32,9 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :n].bool()
 
 
-def masked(x: Tensor, live: Tensor | None) -> Tensor:
-    """(r, n) with 0 where the bits of ``live`` are 0; itself without a mask."""
-    return x if live is None else x.where(unpack_bits(live, x.shape[1]), 0)
+def masked(x: Tensor, active: Tensor | None) -> Tensor:
+    """(r, n) with 0 where the bits of ``active`` are 0; itself without a mask."""
+    return x if active is None else x.where(unpack_bits(active, x.shape[1]), 0)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
@@ -52,19 +52,19 @@ def wide_magnitude(x: Tensor) -> Tensor:
     return torch.where(bits < _LEAST_NORMAL, bits.double() * 2.0**-149, wide)
 
 
-def mask_of_columns(live: Tensor | None, start: int, stop: int) -> Tensor | None:
+def mask_of_columns(active: Tensor | None, start: int, stop: int) -> Tensor | None:
     """(r, ceil(n / 8)) -> the bits of the columns [start, stop), which begin at a whole byte; where they lie."""
-    return None if live is None else live[:, start // 8 : (stop + 7) // 8]
+    return None if active is None else active[:, start // 8 : (stop + 7) // 8]
 
 
-def scatter_entries(place: Tensor, value: Tensor, out: Tensor, live: Tensor | None) -> None:
+def scatter_entries(place: Tensor, value: Tensor, out: Tensor, active: Tensor | None) -> None:
     """out <- values at their places, (r, entries) each, n for one that counts for nothing, and 0 elsewhere, and where
-    the bits of ``live`` are 0. No other place occurs twice in a row."""
+    the bits of ``active`` are 0. No other place occurs twice in a row."""
     rows, n = out.shape
     dense = out.new_zeros((rows, n + 1))  # the last column is for entries that count for nothing
     out.copy_(dense.scatter_(1, place, dense.gather(1, place) + value)[:, :-1])
-    if live is not None:
-        out.masked_fill_(~unpack_bits(live, n), 0)
+    if active is not None:
+        out.masked_fill_(~unpack_bits(active, n), 0)
 
 
 def mean_of_entries(place: Tensor, value: Tensor, out: Tensor) -> None:
@@ -88,45 +88,45 @@ def _spread(scales: Tensor, n: int, block: int) -> Tensor:
 
 
 def _scales(z: Tensor, mask: Tensor | None, block: int, norm: int) -> Tensor:
-    """(r, nblocks) float32: root mean square or mean magnitude of the live elements of each block, 0 where none."""
+    """(r, nblocks) float32: root mean square or mean magnitude of the active elements of each block, 0 where none."""
     out = []
     masks = [None] * 2 if mask is None else _per_block(mask, block)
-    for part, live in zip(_per_block(z, block), masks):
+    for part, active in zip(_per_block(z, block), masks):
         wide = part.double()
-        count = wide.new_full((), part.shape[-1]) if live is None else live.sum(-1).clamp(min=1)
+        count = wide.new_full((), part.shape[-1]) if active is None else active.sum(-1).clamp(min=1)
         mean = (wide.square() if norm == 2 else wide.abs()).sum(-1) / count
         out.append(mean.sqrt() if norm == 2 else mean)
     return torch.cat(out, dim=1).float()
 
 
-def _encode(z: Tensor, mask: Tensor | None, wire: Tensor, block: int, norm: int) -> Tensor:
-    """Writes C[z] to ``wire``; returns the scale of each element, (r, n), as it is on the wire."""
+def _encode(z: Tensor, mask: Tensor | None, payload: Tensor, block: int, norm: int) -> Tensor:
+    """Writes C[z] to ``payload``; returns the scale of each element, (r, n), as it is in the payload."""
     n = z.shape[1]
     scales = _scales(z, mask, block, norm)
     plus = z >= 0 if mask is None else (z >= 0) & mask
     head = 4 * scales.shape[1]
     tail = head + (n + 7) // 8
-    wire[:, :head] = scales.view(torch.uint8)
-    wire[:, head:tail] = pack_bits(plus)
-    wire[:, tail:] = 0
+    payload[:, :head] = scales.view(torch.uint8)
+    payload[:, head:tail] = pack_bits(plus)
+    payload[:, tail:] = 0
     return _spread(scales.to(z.dtype), n, block)
 
 
-def sign_compress(x: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None) -> None:
+def sign_compress(x: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None) -> None:
     if x.numel() == 0:
         return
-    mask = None if live is None else unpack_bits(live, x.shape[1])
-    _encode(x if mask is None else x.where(mask, 0), mask, wire, block or x.shape[1], norm)
+    mask = None if active is None else unpack_bits(active, x.shape[1])
+    _encode(x if mask is None else x.where(mask, 0), mask, payload, block or x.shape[1], norm)
 
 
 def sign_compress_with_feedback(
-    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, block: int, norm: int, live: Tensor | None = None
+    x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None
 ) -> None:
     if x.numel() == 0:
         return
-    mask = None if live is None else unpack_bits(live, x.shape[1])
+    mask = None if active is None else unpack_bits(active, x.shape[1])
     z = x + error if mask is None else (x + error).where(mask, 0)
-    s = _encode(z, mask, wire, block or x.shape[1], norm)
+    s = _encode(z, mask, payload, block or x.shape[1], norm)
     residual = torch.where(z >= 0, z - s, z + s)
     new_error.copy_(residual if mask is None else residual.where(mask, 0))
 
@@ -139,41 +139,41 @@ def sign_compress_momentum(
     alpha: float,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     block: int,
     norm: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    rows = momentum_of_columns(m, grads, offsets, beta, alpha, wire.shape[0], start, stop)
-    residual, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (error, new_error))
-    mask = mask_of_columns(live, start, stop)
-    sign_compress_with_feedback(rows, residual, after, wire, block, norm, mask)
+    rows = momentum_of_columns(m, grads, offsets, beta, alpha, payload.shape[0], start, stop)
+    residual, after = (t.view(payload.shape[0], -1)[:, start:stop] for t in (error, new_error))
+    mask = mask_of_columns(active, start, stop)
+    sign_compress_with_feedback(rows, residual, after, payload, block, norm, mask)
 
 
 def sign_reduce(
-    wires: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, live: Tensor | None = None
+    payloads: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, active: Tensor | None = None
 ) -> None:
     mean = torch.empty_like(error)
-    sign_decompress_mean(wires, mean, block)
-    mask = None if live is None else live[None]
+    sign_decompress_mean(payloads, mean, block)
+    mask = None if active is None else active[None]
     sign_compress_with_feedback(mean[None], error[None], new_error[None], own[None], block, norm, mask)
 
 
-def _decode(wire: Tensor, n: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
+def _decode(payload: Tensor, n: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
     """(r, nbytes) -> (r, n) of ``dtype``: +-scale / world for each element, the quotient rounded in ``dtype``."""
     head = 4 * (-(-n // block))
-    scales = wire[:, :head].contiguous().view(torch.float32).to(dtype)
+    scales = payload[:, :head].contiguous().view(torch.float32).to(dtype)
     share = _spread(scales if world == 1 else scales / scales.new_full((), world), n, block)
-    return torch.where(unpack_bits(wire[:, head : head + (n + 7) // 8], n), share, -share)
+    return torch.where(unpack_bits(payload[:, head : head + (n + 7) // 8], n), share, -share)
 
 
-def sign_decompress(wire: Tensor, out: Tensor, block: int, live: Tensor | None = None) -> None:
+def sign_decompress(payload: Tensor, out: Tensor, block: int, active: Tensor | None = None) -> None:
     if out.numel():
-        out.copy_(_decode(wire, out.shape[1], block or out.shape[1], out.dtype))
-        if live is not None:
-            out.masked_fill_(~unpack_bits(live, out.shape[1]), 0)
+        out.copy_(_decode(payload, out.shape[1], block or out.shape[1], out.dtype))
+        if active is not None:
+            out.masked_fill_(~unpack_bits(active, out.shape[1]), 0)
 
 
 def adam_in_columns_(
@@ -252,7 +252,7 @@ def _of_columns(offset: int, numel: int, rows: int, n: int, start: int, k: int) 
 
 
 def sign_decompress_adam_(
-    wire: Tensor,
+    payload: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     params: list[Tensor],
@@ -262,25 +262,25 @@ def sign_decompress_adam_(
     eps: float,
     decay: float,
     block: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    rows = exp_avg.view(wire.shape[0], -1)
-    mask = mask_of_columns(live, start, stop)
-    sign_decompress(wire, rows[:, start:stop], block, mask)
+    rows = exp_avg.view(payload.shape[0], -1)
+    mask = mask_of_columns(active, start, stop)
+    sign_decompress(payload, rows[:, start:stop], block, mask)
     adam_in_columns_(
         frozen_adam_apply_, len(rows), exp_avg, exp_avg_sq, params, offsets, step_sizes, sqrt_bias_corrections2, eps,
         decay, start, stop,
     )  # fmt: skip
 
 
-def sign_decompress_mean(wire: Tensor, out: Tensor, block: int) -> None:
-    n, world = out.shape[0], wire.shape[0]
+def sign_decompress_mean(payload: Tensor, out: Tensor, block: int) -> None:
+    n, world = out.shape[0], payload.shape[0]
     if n == 0:
         return
     for rank in range(world):  # in rank order, so that the rounding is the same on every rank
-        share = _decode(wire[rank : rank + 1], n, block or n, out.dtype, world)[0]
+        share = _decode(payload[rank : rank + 1], n, block or n, out.dtype, world)[0]
         if rank == 0:
             out.copy_(share)
         else:
@@ -291,7 +291,7 @@ def pack_nonzero(x: Tensor, bits: Tensor) -> None:
     bits.copy_(pack_bits(x != 0))
 
 
-def zero_dead_(x: Tensor, bits: Tensor) -> None:
+def zero_inactive_(x: Tensor, bits: Tensor) -> None:
     x.masked_fill_(~unpack_bits(bits, x.shape[0]), 0)
 
 

@@ -153,53 +153,53 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _encode(
-    z: Tensor, mask: Tensor | None, wire: Tensor, bits: int, block: int, stochastic: bool, rotated: bool, seed: int
+    z: Tensor, mask: Tensor | None, payload: Tensor, bits: int, block: int, stochastic: bool, rotated: bool, seed: int
 ) -> None:
-    """Writes C[z] to ``wire``."""
+    """Writes C[z] to ``payload``."""
     y = rotate(z, block) if rotated else z
     scales = _scales(y, None if rotated else mask, bits, block, stochastic, rotated)
     codes = _pack(_codes(y, scales, bits, block, stochastic, seed), width(bits))
     head = 4 * scales.shape[1]
     tail = head + codes.shape[1]
-    wire[:, :head] = scales.view(torch.uint8)
-    wire[:, head:tail] = codes
-    wire[:, tail:] = 0
+    payload[:, :head] = scales.view(torch.uint8)
+    payload[:, head:tail] = codes
+    payload[:, tail:] = 0
 
 
 def int_compress(
     x: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
     if x.numel():
-        mask = None if live is None else unpack_bits(live, x.shape[1])
+        mask = None if active is None else unpack_bits(active, x.shape[1])
         z = x if mask is None else x.where(mask, 0)
-        _encode(z, mask, wire, bits, block, stochastic, rotated, seed)
+        _encode(z, mask, payload, bits, block, stochastic, rotated, seed)
 
 
 def int_compress_with_feedback(
     x: Tensor,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
     if x.numel() == 0:
         return
-    mask = None if live is None else unpack_bits(live, x.shape[1])
+    mask = None if active is None else unpack_bits(active, x.shape[1])
     z = x + error if mask is None else (x + error).where(mask, 0)
-    _encode(z, mask, wire, bits, block, stochastic, rotated, seed)
-    sent = _decode(wire, z.shape[1], bits, block, z.dtype)
+    _encode(z, mask, payload, bits, block, stochastic, rotated, seed)
+    sent = _decode(payload, z.shape[1], bits, block, z.dtype)
     rest = z - (rotate(sent, block) if rotated else sent)
     new_error.copy_(rest if mask is None else rest.where(mask, 0))
 
@@ -212,24 +212,24 @@ def int_compress_momentum(
     alpha: float,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     bits: int,
     block: int,
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    rows = momentum_of_columns(m, grads, offsets, beta, alpha, wire.shape[0], start, stop)
-    residual, after = (t.view(wire.shape[0], -1)[:, start:stop] for t in (error, new_error))
-    mask = mask_of_columns(live, start, stop)
-    int_compress_with_feedback(rows, residual, after, wire, bits, block, stochastic, rotated, seed, mask)
+    rows = momentum_of_columns(m, grads, offsets, beta, alpha, payload.shape[0], start, stop)
+    residual, after = (t.view(payload.shape[0], -1)[:, start:stop] for t in (error, new_error))
+    mask = mask_of_columns(active, start, stop)
+    int_compress_with_feedback(rows, residual, after, payload, bits, block, stochastic, rotated, seed, mask)
 
 
 def int_reduce(
-    wires: Tensor,
+    payloads: Tensor,
     error: Tensor,
     new_error: Tensor,
     own: Tensor,
@@ -238,61 +238,63 @@ def int_reduce(
     stochastic: bool,
     rotated: bool,
     seed: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
     mean = torch.empty_like(error)
-    int_decompress_mean(wires, mean, bits, block, rotated)
-    mask = None if live is None else live[None]
+    int_decompress_mean(payloads, mean, bits, block, rotated)
+    mask = None if active is None else active[None]
     rows = mean[None], error[None], new_error[None], own[None]
     int_compress_with_feedback(*rows, bits, block, stochastic, rotated, seed, mask)
 
 
-def _decode(wire: Tensor, n: int, bits: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
+def _decode(payload: Tensor, n: int, bits: int, block: int, dtype: torch.dtype, world: int = 1) -> Tensor:
     """(r, nbytes) -> (r, n) of ``dtype``, still rotated: code * (scale / world), the quotient rounded in ``dtype``."""
     head, size = 4 * -(-n // block), width(bits)
     per = 8 // size
-    scales = wire[:, :head].contiguous().view(torch.float32).to(dtype)
+    scales = payload[:, :head].contiguous().view(torch.float32).to(dtype)
     shares = scales if world == 1 else scales / scales.new_full((), world)
-    octets = wire[:, head : head + -(-n // per)].long().unsqueeze(-1)
-    codes = (octets >> size * torch.arange(per, device=wire.device) & (2**size - 1)).flatten(1)[:, :n]
+    octets = payload[:, head : head + -(-n // per)].long().unsqueeze(-1)
+    codes = (octets >> size * torch.arange(per, device=payload.device) & (2**size - 1)).flatten(1)[:, :n]
     if bits in (8, 4):
         codes = (codes ^ (1 << bits - 1)) - (1 << bits - 1)
     values = _floats(codes, bits).to(dtype) if bits in _FLOATS else codes.to(dtype) - (1.5 if bits == 2 else 0)
     return values * shares.repeat_interleave(block, dim=1)[:, :n]
 
 
-def int_decompress(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool, live: Tensor | None = None) -> None:
+def int_decompress(
+    payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool, active: Tensor | None = None
+) -> None:
     if out.numel():
-        y = _decode(wire, out.shape[1], bits, block, out.dtype)
+        y = _decode(payload, out.shape[1], bits, block, out.dtype)
         out.copy_(rotate(y, block) if rotated else y)
-        if live is not None:
-            out.masked_fill_(~unpack_bits(live, out.shape[1]), 0)
+        if active is not None:
+            out.masked_fill_(~unpack_bits(active, out.shape[1]), 0)
 
 
 def int_decompress_to(
-    wire: Tensor,
+    payload: Tensor,
     outs: list[Tensor],
     offsets: list[int],
     numel: int,
     bits: int,
     block: int,
     rotated: bool,
-    live: Tensor | None,
+    active: Tensor | None,
     start: int,
     stop: int,
 ) -> None:
-    values = torch.empty(wire.shape[0], stop - start, dtype=torch.float32, device=wire.device)
-    mask = mask_of_columns(live, start, stop)
-    int_decompress(wire, values, bits, block, rotated, mask)
-    write_columns(values, outs, offsets, numel // wire.shape[0], start)
+    values = torch.empty(payload.shape[0], stop - start, dtype=torch.float32, device=payload.device)
+    mask = mask_of_columns(active, start, stop)
+    int_decompress(payload, values, bits, block, rotated, mask)
+    write_columns(values, outs, offsets, numel // payload.shape[0], start)
 
 
-def int_decompress_mean(wire: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
-    n, world = out.shape[0], wire.shape[0]
+def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
+    n, world = out.shape[0], payload.shape[0]
     if n == 0:
         return
     total = torch.empty_like(out)
     for rank in range(world):  # in rank order, so that the rounding is the same on every rank
-        share = _decode(wire[rank : rank + 1], n, bits, block, out.dtype, world)[0]
+        share = _decode(payload[rank : rank + 1], n, bits, block, out.dtype, world)[0]
         total = share if rank == 0 else total.add_(share)
     out.copy_(rotate(total[None], block)[0] if rotated else total)

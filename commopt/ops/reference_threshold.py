@@ -12,62 +12,62 @@ CHUNK, LANES = 4096, 16
 """Sums are over chunks of a row, and then over these: element i of a chunk is in lane i % 16."""
 
 
-def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
+def threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> None:
     if x.numel():
-        _encode(masked(x, live), wire, k, rounds)
+        _encode(masked(x, active), payload, k, rounds)
 
 
 def threshold_compress_with_feedback(
-    x: Tensor, error: Tensor, new_error: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None
+    x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None
 ) -> None:
     if x.numel() == 0:
         return
-    z = masked(x + error, live)
-    index, sent = _encode(z, wire, k, rounds)
+    z = masked(x + error, active)
+    index, sent = _encode(z, payload, k, rounds)
     new_error.copy_(z.scatter(1, index, z.gather(1, index) - sent))
 
 
-def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
+def threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> None:
     if out.numel():
-        scatter_entries(*_decode(wire, ThresholdRow(out.shape[1], k), out.dtype), out, live)
+        scatter_entries(*_decode(payload, ThresholdRow(out.shape[1], k), out.dtype), out, active)
 
 
-def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
+def threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> None:
     if out.numel():
-        mean_of_entries(*_decode(wire, ThresholdRow(out.shape[0], k), out.dtype), out)
+        mean_of_entries(*_decode(payload, ThresholdRow(out.shape[0], k), out.dtype), out)
 
 
-def threshold_is_sound(wire: Tensor, row: ThresholdRow) -> Tensor:
+def threshold_is_sound(payload: Tensor, row: ThresholdRow) -> Tensor:
     """0-d bool: whether rows are such as compression makes of finite numbers.
 
     Args:
-        wire: (r, row.nbytes) uint8.
+        payload: (r, row.nbytes) uint8.
         row: what they are.
     """
     if row.n == 0:
-        return torch.ones((), dtype=torch.bool, device=wire.device)
-    starts, value, _ = _parts(wire, row)
+        return torch.ones((), dtype=torch.bool, device=payload.device)
+    starts, value, _ = _parts(payload, row)
     edges = torch.nn.functional.pad(starts, (1, 0))
     ordered = (edges.diff() >= 0).all() & (edges >= 0).all() & (edges <= row.k).all()
-    place, _ = _decode(wire, row, torch.float32)
+    place, _ = _decode(payload, row, torch.float32)
     return ordered & value.isfinite().all() & (place < row.n).all() & (place.diff() > 0).all()
 
 
 # encoding -------------------------------------------------------------------------------------------------------------
 
 
-def _encode(z: Tensor, wire: Tensor, k: int, rounds: int) -> tuple[Tensor, Tensor]:
-    """Writes C[z] to ``wire``; returns which elements are entries, (r, k), ascending, and what they decode to."""
+def _encode(z: Tensor, payload: Tensor, k: int, rounds: int) -> tuple[Tensor, Tensor]:
+    """Writes C[z] to ``payload``; returns which elements are entries, (r, k), ascending, and what they decode to."""
     row = ThresholdRow(z.shape[1], k)
     index = _select(z, k, rounds)
     value = z.gather(1, index).float().bfloat16()
     value = value.where(~value.isnan(), torch.nan)  # one NaN for all
     ends = SEGMENT * torch.arange(1, row.segments, device=z.device).expand(z.shape[0], -1)
     starts = torch.searchsorted(index, ends.contiguous()).to(torch.int32)
-    wire[:, : row.values_at] = starts.view(torch.uint8)
-    wire[:, row.values_at : row.indices_at] = value.view(torch.uint8)
-    wire[:, row.indices_at : row.used] = (index % SEGMENT).to(torch.uint16).view(torch.uint8)
-    wire[:, row.used :] = 0
+    payload[:, : row.values_at] = starts.view(torch.uint8)
+    payload[:, row.values_at : row.indices_at] = value.view(torch.uint8)
+    payload[:, row.indices_at : row.used] = (index % SEGMENT).to(torch.uint16).view(torch.uint8)
+    payload[:, row.used :] = 0
     return index, value.to(z.dtype)
 
 
@@ -127,21 +127,21 @@ def _sum(x: Tensor) -> Tensor:
 # decoding -------------------------------------------------------------------------------------------------------------
 
 
-def _parts(wire: Tensor, row: ThresholdRow) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(payload: Tensor, row: ThresholdRow) -> tuple[Tensor, Tensor, Tensor]:
     """Starts of the segments but the first, (r, segments - 1) int64; values, (r, k) bfloat16; indices, int64."""
-    starts = wire[:, : row.values_at].contiguous().view(torch.int32).to(torch.int64)
-    value = wire[:, row.values_at : row.indices_at].contiguous().view(torch.bfloat16)
-    index = wire[:, row.indices_at : row.used].contiguous().view(torch.uint16).to(torch.int64)
+    starts = payload[:, : row.values_at].contiguous().view(torch.int32).to(torch.int64)
+    value = payload[:, row.values_at : row.indices_at].contiguous().view(torch.bfloat16)
+    index = payload[:, row.indices_at : row.used].contiguous().view(torch.uint16).to(torch.int64)
     return starts, value, index
 
 
-def _decode(wire: Tensor, row: ThresholdRow, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _decode(payload: Tensor, row: ThresholdRow, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The places of the entries, (r, k), n for one that counts for nothing, and their values."""
-    starts, value, index = _parts(wire, row)
+    starts, value, index = _parts(payload, row)
     starts = starts.clamp(0, row.k)
     if row.segments > 1:
         starts = starts.cummax(1).values
-    entry = torch.arange(row.k, device=wire.device).expand(wire.shape[0], -1).contiguous()
+    entry = torch.arange(row.k, device=payload.device).expand(payload.shape[0], -1).contiguous()
     segment = torch.searchsorted(starts, entry, right=True)
     counts = segment * SEGMENT + index < row.n
     counts[:, 1:] &= (index.diff() > 0) | (segment.diff() > 0)

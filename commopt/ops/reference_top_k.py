@@ -20,53 +20,53 @@ LANES = 32
 """Sums of a group have so many lanes: entry i is in lane i % 32; the upper half is added to the lower, and so on."""
 
 
-def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+def topk_compress(x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
     if x.numel():
-        _encode(masked(x, live), wire, k, chunk, bits)
+        _encode(masked(x, active), payload, k, chunk, bits)
 
 
 def topk_compress_with_feedback(
     x: Tensor,
     error: Tensor,
     new_error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     k: int,
     chunk: int,
     bits: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> None:
     if x.numel() == 0:
         return
-    z = masked(x + error, live)
-    places, sent = _encode(z, wire, k, chunk, bits)
+    z = masked(x + error, active)
+    places, sent = _encode(z, payload, k, chunk, bits)
     rest = torch.nn.functional.pad(z, (0, 1))  # the last column is for entries that carry nothing
     rest.scatter_(1, places, rest.gather(1, places) - sent)
     new_error.copy_(rest[:, :-1])
 
 
-def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
+def topk_decompress(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
     if out.numel():
-        scatter_entries(*_decode(wire, TopKRow(out.shape[1], k, chunk, bits, out.dtype)), out, live)
+        scatter_entries(*_decode(payload, TopKRow(out.shape[1], k, chunk, bits, out.dtype)), out, active)
 
 
-def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+def topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
     if out.numel():
-        mean_of_entries(*_decode(wire, TopKRow(out.shape[0], k, chunk, bits, out.dtype)), out)
+        mean_of_entries(*_decode(payload, TopKRow(out.shape[0], k, chunk, bits, out.dtype)), out)
 
 
 def topk_find_unsound(
-    wire: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
+    payload: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    if wire.shape[0] and n:
-        sound &= _is_sound(wire, TopKRow(n, k, chunk, bits, dtype))
+    if payload.shape[0] and n:
+        sound &= _is_sound(payload, TopKRow(n, k, chunk, bits, dtype))
 
 
-def _is_sound(wire: Tensor, row: TopKRow) -> Tensor:
-    scales, codes = _scales(wire, row), _codes(wire, row)
+def _is_sound(payload: Tensor, row: TopKRow) -> Tensor:
+    scales, codes = _scales(payload, row), _codes(payload, row)
     sound = (scales.isfinite() & (scales >= 0)).all()
     if row.bits >= 16:
         sound = sound & codes.isfinite().all()
-    for index, length in _chunked_indices(wire, row):
+    for index, length in _chunked_indices(payload, row):
         step = index.diff()
         # entries ascend, and then repeat the last; or there are none
         ascends = (step >= 0).all(-1) & ~((step[..., 1:] > 0) & (step[..., :-1] == 0)).any(-1)
@@ -79,22 +79,22 @@ def _is_sound(wire: Tensor, row: TopKRow) -> Tensor:
 # encoding -------------------------------------------------------------------------------------------------------------
 
 
-def _encode(z: Tensor, wire: Tensor, k: int, chunk: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Writes C[z] to ``wire``; returns the places of the entries, (r, entries), n for one without value, and what each
-    of them decodes to."""
+def _encode(z: Tensor, payload: Tensor, k: int, chunk: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Writes C[z] to ``payload``; returns the places of the entries, (r, entries), n for one without value, and
+    what each of them decodes to."""
     row = TopKRow(z.shape[1], k, chunk, bits, z.dtype)
     parts = [_select(part, k) for part in _chunks(z, chunk)]
     starts = torch.arange(0, row.chunks * chunk, chunk, device=z.device).repeat_interleave(k)[: row.entries]
     real, index, value = (torch.cat([p[i].flatten(1) for p in parts], 1) for i in range(3))
     scales = _scales_of(value, row)
     codes = _quantised(value, scales, row)
-    wire[:, : row.values_at] = scales.flatten(1).view(torch.uint8)
-    wire[:, row.values_at : row.values_at + row.values_nbytes] = codes
-    wire[:, row.values_at + row.values_nbytes : row.indices_at] = 0
+    payload[:, : row.values_at] = scales.flatten(1).view(torch.uint8)
+    payload[:, row.values_at : row.values_at + row.values_nbytes] = codes
+    payload[:, row.values_at + row.values_nbytes : row.indices_at] = 0
     narrow = index.to(torch.uint8) if row.index_nbytes == 1 else index.to(torch.uint16)
-    wire[:, row.indices_at : row.used] = narrow.view(torch.uint8)
-    wire[:, row.used :] = 0
-    sent = _values(_codes(wire, row), scales, row)
+    payload[:, row.indices_at : row.used] = narrow.view(torch.uint8)
+    payload[:, row.used :] = 0
+    sent = _values(_codes(payload, row), scales, row)
     return (starts + index).where(real, row.n), sent.where(real, 0)
 
 
@@ -192,14 +192,14 @@ def _quantised(value: Tensor, scales: Tensor, row: TopKRow) -> Tensor:
 # decoding -------------------------------------------------------------------------------------------------------------
 
 
-def _scales(wire: Tensor, row: TopKRow) -> Tensor:
-    flat = wire[:, : row.values_at].contiguous().view(torch.float32)
+def _scales(payload: Tensor, row: TopKRow) -> Tensor:
+    flat = payload[:, : row.values_at].contiguous().view(torch.float32)
     return flat.unflatten(1, (row.groups, row.scales_of_group))
 
 
-def _codes(wire: Tensor, row: TopKRow) -> Tensor:
+def _codes(payload: Tensor, row: TopKRow) -> Tensor:
     """The values before they are scaled: (r, entries), or (r, entries, bits) bool for bits 1 and 2."""
-    raw = wire[:, row.values_at : row.values_at + row.values_nbytes].contiguous()
+    raw = payload[:, row.values_at : row.values_at + row.values_nbytes].contiguous()
     if row.bits <= 2:
         return unpack_bits(raw, row.entries * row.bits).unflatten(1, (row.entries, row.bits))
     return raw.view({8: torch.int8, 16: torch.bfloat16, 32: row.dtype}[row.bits])
@@ -216,10 +216,10 @@ def _values(codes: Tensor, scales: Tensor, row: TopKRow) -> Tensor:
     return torch.where(codes[..., 0], size, -size)
 
 
-def _chunked_indices(wire: Tensor, row: TopKRow) -> list[tuple[Tensor, int]]:
+def _chunked_indices(payload: Tensor, row: TopKRow) -> list[tuple[Tensor, int]]:
     """The indices of the whole chunks, (r, c, k) int64, and of the shorter one, (r, 1, k'); each with the length of a
     chunk."""
-    raw = wire[:, row.indices_at : row.used].contiguous()
+    raw = payload[:, row.indices_at : row.used].contiguous()
     flat = (raw if row.index_nbytes == 1 else raw.view(torch.uint16)).to(torch.int64)
     lengths = [row.chunk] * (row.whole > 0) + [row.n % row.chunk] * (row.chunks > row.whole)
     cut = row.whole * row.k
@@ -227,18 +227,18 @@ def _chunked_indices(wire: Tensor, row: TopKRow) -> list[tuple[Tensor, int]]:
     return list(zip([*parts, flat[:, cut:].unsqueeze(1)] if row.chunks > row.whole else parts, lengths))
 
 
-def _decode(wire: Tensor, row: TopKRow) -> tuple[Tensor, Tensor]:
+def _decode(payload: Tensor, row: TopKRow) -> tuple[Tensor, Tensor]:
     """The places of the entries, (r, entries), n for one that carries nothing, and their values, 0 for those."""
     places, start = [], 0
-    for index, length in _chunked_indices(wire, row):
+    for index, length in _chunked_indices(payload, row):
         real = index < length
         if index.shape[-1] > 1:
             step = index.diff()
             real[..., 1:] &= step > 0
             real[..., 0] &= step[..., 0] >= 0
-        starts = torch.arange(start, start + index.shape[1] * length, length, device=wire.device).unsqueeze(-1)
+        starts = torch.arange(start, start + index.shape[1] * length, length, device=payload.device).unsqueeze(-1)
         places.append((starts + index).where(real, row.n).flatten(1))
         start += index.shape[1] * length
     at = torch.cat(places, 1)
-    values = _values(_codes(wire, row), _scales(wire, row), row)
+    values = _values(_codes(payload, row), _scales(payload, row), row)
     return at, values.where(at < row.n, 0)

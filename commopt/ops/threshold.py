@@ -18,7 +18,7 @@ of the chunks in the same way, until one number is left; then divided by n. So a
 Where a row has inf, NaN, or magnitudes of 2^128 and more, these come first: all of them, and else the first by index;
 or, if they are more than k, the first k of them.
 
-**Wire row.** Indices count from the start of a segment of 65536 elements, and ascend within it::
+**Payload row.** Indices count from the start of a segment of 65536 elements, and ascend within it::
 
     [of each segment but the first: uint32, the entries before it][k bfloat16 values][k uint16 indices]
     [zeros up to a multiple of 16 bytes]
@@ -28,7 +28,7 @@ residual as the rest is. Elements that a mask makes absent are zeros, and may be
 left. In a row that is damaged, an entry counts if its index is in the segment, and above that of the entry before it,
 and the entries before a segment are no less than those before the one before, and no more than k.
 
-A ``live`` mask is (r, ceil(n / 8)) uint8, least significant bit first. Rows of tensors may be strided: columns of
+A ``active`` mask is (r, ceil(n / 8)) uint8, least significant bit first. Rows of tensors may be strided: columns of
 larger ones.
 """
 
@@ -54,7 +54,7 @@ _ops = torch.ops.commopt
 
 @functools.lru_cache(maxsize=1024)
 def threshold_nbytes(n: int, k: int) -> int:
-    """Bytes of the wire row of ``n`` elements and ``k`` entries, a multiple of 16.
+    """Bytes of the payload row of ``n`` elements and ``k`` entries, a multiple of 16.
 
     Args:
         n: elements in the row; 0 gives 0.
@@ -66,72 +66,72 @@ def threshold_nbytes(n: int, k: int) -> int:
     return ThresholdRow(n, k).nbytes
 
 
-def threshold_compress(x: Tensor, wire: Tensor, k: int, rounds: int, live: Tensor | None = None) -> None:
-    """Writes C[x], the entries of each row of ``x``, to ``wire``.
+def threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> None:
+    """Writes C[x], the entries of each row of ``x``, to ``payload``.
 
     Args:
         x: (r, n) float32 or float64, rows contiguous; unchanged.
-        wire: (r, threshold_nbytes(n, k)) uint8, contiguous; written, in the format that the module states.
+        payload: (r, threshold_nbytes(n, k)) uint8, contiguous; written, in the format that the module states.
         k: as for :func:`threshold_nbytes`.
         rounds: thresholds that are sampled, 1 to 32.
-        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, rows contiguous, or None for all.
+        active: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, rows contiguous, or None for all.
 
     Raises:
         ValueError: a shape, dtype, device, layout, k or rounds is not as above.
     """
-    _check("x", x, wire, k, live)
+    _check("x", x, payload, k, active)
     check_rounds(rounds)
-    _ops.threshold_compress.default(x, wire, k, rounds, live)
+    _ops.threshold_compress.default(x, payload, k, rounds, active)
 
 
 def threshold_compress_with_feedback(
     x: Tensor,
     error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     k: int,
     rounds: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
     new_error: Tensor | None = None,
 ) -> None:
-    """Sends the residual too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
+    """Sends the residual too, and keeps what is lost: z = x + error;  payload = C[z];  new_error <- z - C[z].
 
     Args:
         x: (r, n) float32 or float64, rows contiguous; unchanged unless it is ``new_error``.
         error: like x, with strides of its own: the residual; unchanged unless it is ``new_error``.
-        wire, k, rounds, live: as for :func:`threshold_compress`.
-        new_error: like error; written, 0 where ``live`` is 0; None for ``error``. It may be ``error`` or ``x`` itself;
-            no two arguments may overlap otherwise.
+        payload, k, rounds, active: as for :func:`threshold_compress`.
+        new_error: like error; written, 0 where ``active`` is 0; None for ``error``. It may be ``error`` or ``x``
+            itself; no two arguments may overlap otherwise.
 
     Raises:
         ValueError: a shape, dtype, device, layout, k or rounds is not as above.
     """
-    _check("x", x, wire, k, live)
+    _check("x", x, payload, k, active)
     check_rounds(rounds)
     new_error = error if new_error is None else new_error
     for name, y in (("error", error), ("new_error", new_error)):
         check_rows(name, y, x.shape, x.dtype, x.device)
-    _ops.threshold_compress_with_feedback.default(x, error, new_error, wire, k, rounds, live)
+    _ops.threshold_compress_with_feedback.default(x, error, new_error, payload, k, rounds, active)
 
 
-def threshold_decompress(wire: Tensor, out: Tensor, k: int, live: Tensor | None = None) -> None:
-    """Writes what the rows of ``wire`` stand for to ``out``: the value of each entry, and 0 elsewhere.
+def threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> None:
+    """Writes what the rows of ``payload`` stand for to ``out``: the value of each entry, and 0 elsewhere.
 
     Args:
-        wire: (r, threshold_nbytes(n, k)) uint8, contiguous. Damage may give any values, but nothing is written
+        payload: (r, threshold_nbytes(n, k)) uint8, contiguous. Damage may give any values, but nothing is written
             elsewhere.
         out: (r, n) float32 or float64, rows contiguous; written.
         k: as it was for compression.
-        live: as for :func:`threshold_compress`: 0 is written where it is 0.
+        active: as for :func:`threshold_compress`: 0 is written where it is 0.
 
     Raises:
         ValueError: a shape, dtype, device, layout or k is not as above.
     """
-    _check("out", out, wire, k, live)
-    _ops.threshold_decompress.default(wire, out, k, live)
+    _check("out", out, payload, k, active)
+    _ops.threshold_decompress.default(payload, out, k, active)
 
 
-def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
-    """Writes the mean of the W rows of ``wire`` to ``out``.
+def threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> None:
+    """Writes the mean of the W rows of ``payload`` to ``out``.
 
         out = ((0 + v_0 / W) + v_1 / W) + ...
 
@@ -139,16 +139,16 @@ def threshold_decompress_mean(wire: Tensor, out: Tensor, k: int) -> None:
     the mean over all rows, not over those that have sent an element.
 
     Args:
-        wire: (W, threshold_nbytes(n, k)) uint8, contiguous, W >= 1.
+        payload: (W, threshold_nbytes(n, k)) uint8, contiguous, W >= 1.
         out: (n,) float32 or float64, contiguous; written.
         k: as it was for compression.
 
     Raises:
         ValueError: a shape, dtype, device, layout or k is not as above.
     """
-    check_gathered(out, wire, lambda n: threshold_nbytes(n, k))
-    _ops.threshold_decompress_mean.default(wire, out, k)
+    check_gathered(out, payload, lambda n: threshold_nbytes(n, k))
+    _ops.threshold_decompress_mean.default(payload, out, k)
 
 
-def _check(name: str, x: Tensor, wire: Tensor, k: int, live: Tensor | None) -> None:
-    check_sent(name, x, wire, lambda n: threshold_nbytes(n, k), live)
+def _check(name: str, x: Tensor, payload: Tensor, k: int, active: Tensor | None) -> None:
+    check_sent(name, x, payload, lambda n: threshold_nbytes(n, k), active)

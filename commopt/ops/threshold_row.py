@@ -1,4 +1,4 @@
-"""The wire row of top-k by threshold: where its parts lie. Stated in :mod:`commopt.ops.threshold`."""
+"""The payload row of top-k by threshold: where its parts lie. Stated in :mod:`commopt.ops.threshold`."""
 
 from __future__ import annotations
 

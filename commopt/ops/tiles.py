@@ -1,6 +1,6 @@
 """Tiles: how the work of a CUDA kernel is cut, and the arguments that say so.
 
-Rows are cut into tiles as ``kernels/cuda/wire.cuh`` has it. Kernels get the tensors that lie in rows (gradients,
+Rows are cut into tiles as ``kernels/cuda/payload.cuh`` has it. Kernels get the tensors that lie in rows (gradients,
 parameters) as a table by value, of limited size; where there are more, the tiles are done in several launches.
 """
 
@@ -41,16 +41,16 @@ Layout = _struct(
 Run = _struct("Run", start=_I64, end=_I64, data=_P, step=_F32, eps=_F32, kind=_I32, unused=_I32)
 Runs = _struct("Runs", count=_I64, run=Run * MAX_RUNS)
 Compression = _struct(
-    "Compression", at=Layout, error=_P, new_error=_P, wire=_P, live=_P, partials=_P, error_stride=_I64,
-    new_error_stride=_I64, live_stride=_I64, norm=_I64,
+    "Compression", at=Layout, error=_P, new_error=_P, payload=_P, active=_P, partials=_P, error_stride=_I64,
+    new_error_stride=_I64, active_stride=_I64, norm=_I64,
 )  # fmt: skip
 CompressRows = _struct("CompressRows", to=Compression, x=_P, stride=_I64)
 Momentum = _struct("Momentum", m=_P, stride=_I64, beta=_F32, alpha=_F32, grads=Runs)
 CompressMomentum = _struct("CompressMomentum", to=Compression, of=Momentum)
 MomentumTo = _struct("MomentumTo", at=Layout, out=_P, stride=_I64, of=Momentum)
-Reduce = _struct("Reduce", to=Compression, wires=_P, ranks=_I64)
-Decompression = _struct("Decompression", at=Layout, wire=_P, out=_P, live=_P, out_stride=_I64, live_stride=_I64)
-DecompressMean = _struct("DecompressMean", at=Layout, wires=_P, out=_P, ranks=_I64)
+Reduce = _struct("Reduce", to=Compression, payloads=_P, ranks=_I64)
+Decompression = _struct("Decompression", at=Layout, payload=_P, out=_P, active=_P, out_stride=_I64, active_stride=_I64)
+DecompressMean = _struct("DecompressMean", at=Layout, payloads=_P, out=_P, ranks=_I64)
 DecompressAdam = _struct("DecompressAdam", of=Decompression, v=_P, stride=_I64, decay=_F32, params=Runs)
 Mask = _struct("Mask", at=Layout, x=_P, bits=_P)
 Entry = _struct(
@@ -77,7 +77,7 @@ class Tiling:
 
     @classmethod
     def of(cls, rows: int, n: int, block: int, nbytes: int) -> Tiling:
-        """For rows on the wire: a block is one tile, or several where it is too large."""
+        """For rows of a payload: a block is one tile, or several where it is too large."""
         block = min(block or n, n)
         return cls(rows, n, block, block if block <= LARGEST else TILE, nbytes)
 

@@ -1,7 +1,7 @@
 """Top-k: of every chunk of a row the k elements of the largest magnitude, with their indices.
 
-**Wire row.** ``n`` elements in chunks of ``chunk`` (the last one may be shorter). Each chunk has ``k`` entries (no more
-than it has elements), K in all; each group of about 256 entries shares its scales::
+**Payload row.** ``n`` elements in chunks of ``chunk`` (the last one may be shorter). Each chunk has ``k`` entries (no
+more than it has elements), K in all; each group of about 256 entries shares its scales::
 
     [ceil(chunks / group) float32 scales, two of each if bits = 2][K values of ``bits`` bits][0, if that is odd]
     [K indices, of 1 byte if chunk <= 256, else of 2][zeros up to a multiple of 16 bytes]
@@ -31,7 +31,7 @@ Which elements are sent, and their signs, are a matter of bits: ``torch.set_flus
 it. Scales, residuals and what decodes are then without denormals, on every provider; ranks must agree on the mode, as
 in all arithmetic that is to give the same bits.
 
-A ``live`` mask is (r, ceil(n / 8)) uint8, least significant bit first. Rows of tensors may be
+A ``active`` mask is (r, ceil(n / 8)) uint8, least significant bit first. Rows of tensors may be
 strided: columns of larger ones.
 """
 
@@ -54,21 +54,21 @@ __all__ = [
 _ops = torch.ops.commopt
 
 
-def topk_is_sound(wire: Tensor, row: TopKRow) -> Tensor:
+def topk_is_sound(payload: Tensor, row: TopKRow) -> Tensor:
     """0-d bool: whether rows are such as compression makes of finite numbers.
 
     Args:
-        wire: (r, row.nbytes) uint8, contiguous.
+        payload: (r, row.nbytes) uint8, contiguous.
         row: what they are.
     """
-    sound = torch.ones((), dtype=torch.bool, device=wire.device)
-    _ops.topk_find_unsound.default(wire, sound, row.n, row.k, row.chunk, row.bits, row.dtype)
+    sound = torch.ones((), dtype=torch.bool, device=payload.device)
+    _ops.topk_find_unsound.default(payload, sound, row.n, row.k, row.chunk, row.bits, row.dtype)
     return sound
 
 
 @functools.lru_cache(maxsize=1024)
 def topk_nbytes(n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of the wire row of ``n`` elements, a multiple of 16.
+    """Bytes of the payload row of ``n`` elements, a multiple of 16.
 
     Args:
         n: elements in the row; 0 gives 0.
@@ -83,71 +83,71 @@ def topk_nbytes(n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torc
     return TopKRow(n, k, chunk, bits, dtype).nbytes
 
 
-def topk_compress(x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
-    """Writes C[x], the entries of each chunk of each row of ``x``, to ``wire``.
+def topk_compress(x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
+    """Writes C[x], the entries of each chunk of each row of ``x``, to ``payload``.
 
     Args:
         x: (r, n) float32 or float64, rows contiguous; unchanged.
-        wire: (r, topk_nbytes(n, k, chunk, bits, x.dtype)) uint8, contiguous; written, in the format that the module
+        payload: (r, topk_nbytes(n, k, chunk, bits, x.dtype)) uint8, contiguous; written, in the format that the module
             states.
         k, chunk, bits: as for :func:`topk_nbytes`.
-        live: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, rows contiguous, or None for all.
+        active: (r, ceil(n / 8)) uint8 bit mask of the elements that take part, rows contiguous, or None for all.
 
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    _check("x", x, wire, k, chunk, bits, live)
-    _ops.topk_compress.default(x, wire, k, chunk, bits, live)
+    _check("x", x, payload, k, chunk, bits, active)
+    _ops.topk_compress.default(x, payload, k, chunk, bits, active)
 
 
 def topk_compress_with_feedback(
     x: Tensor,
     error: Tensor,
-    wire: Tensor,
+    payload: Tensor,
     k: int,
     chunk: int,
     bits: int,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
     new_error: Tensor | None = None,
 ) -> None:
-    """Sends the residual too, and keeps what is lost: z = x + error;  wire = C[z];  new_error <- z - C[z].
+    """Sends the residual too, and keeps what is lost: z = x + error;  payload = C[z];  new_error <- z - C[z].
 
     Args:
         x: (r, n) float32 or float64, rows contiguous; unchanged unless it is ``new_error``.
         error: like x, with strides of its own: the residual; unchanged unless it is ``new_error``.
-        wire, k, chunk, bits, live: as for :func:`topk_compress`.
-        new_error: like error; written, 0 where ``live`` is 0; None for ``error``. It may be ``error`` or ``x`` itself;
-            no two arguments may overlap otherwise.
+        payload, k, chunk, bits, active: as for :func:`topk_compress`.
+        new_error: like error; written, 0 where ``active`` is 0; None for ``error``. It may be ``error`` or ``x``
+            itself; no two arguments may overlap otherwise.
 
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    _check("x", x, wire, k, chunk, bits, live)
+    _check("x", x, payload, k, chunk, bits, active)
     new_error = error if new_error is None else new_error
     for name, y in (("error", error), ("new_error", new_error)):
         check_rows(name, y, x.shape, x.dtype, x.device)
-    _ops.topk_compress_with_feedback.default(x, error, new_error, wire, k, chunk, bits, live)
+    _ops.topk_compress_with_feedback.default(x, error, new_error, payload, k, chunk, bits, active)
 
 
-def topk_decompress(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int, live: Tensor | None = None) -> None:
-    """Writes what the rows of ``wire`` stand for to ``out``: the value of each entry, and 0 elsewhere.
+def topk_decompress(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
+    """Writes what the rows of ``payload`` stand for to ``out``: the value of each entry, and 0 elsewhere.
 
     Args:
-        wire: (r, topk_nbytes(n, k, chunk, bits, out.dtype)) uint8, contiguous. Entries whose index is not in their
+        payload: (r, topk_nbytes(n, k, chunk, bits, out.dtype)) uint8, contiguous. Entries whose index is not in their
             chunk count for nothing; other damage may give any values.
         out: (r, n) float32 or float64, rows contiguous; written.
         k, chunk, bits: as they were for compression.
-        live: as for :func:`topk_compress`: 0 is written where it is 0.
+        active: as for :func:`topk_compress`: 0 is written where it is 0.
 
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    _check("out", out, wire, k, chunk, bits, live)
-    _ops.topk_decompress.default(wire, out, k, chunk, bits, live)
+    _check("out", out, payload, k, chunk, bits, active)
+    _ops.topk_decompress.default(payload, out, k, chunk, bits, active)
 
 
-def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
-    """Writes the mean of the W rows of ``wire`` to ``out``.
+def topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+    """Writes the mean of the W rows of ``payload`` to ``out``.
 
         out = ((0 + v_0 / W) + v_1 / W) + ...
 
@@ -155,16 +155,16 @@ def topk_decompress_mean(wire: Tensor, out: Tensor, k: int, chunk: int, bits: in
     the mean over all rows, not over those that have sent an element.
 
     Args:
-        wire: (W, topk_nbytes(n, k, chunk, bits, out.dtype)) uint8, contiguous, W >= 1.
+        payload: (W, topk_nbytes(n, k, chunk, bits, out.dtype)) uint8, contiguous, W >= 1.
         out: (n,) float32 or float64, contiguous; written.
         k, chunk, bits: as they were for compression.
 
     Raises:
         ValueError: a shape, dtype, device, layout, k, chunk or bits is not as above.
     """
-    check_gathered(out, wire, lambda n: topk_nbytes(n, k, chunk, bits, out.dtype))
-    _ops.topk_decompress_mean.default(wire, out, k, chunk, bits)
+    check_gathered(out, payload, lambda n: topk_nbytes(n, k, chunk, bits, out.dtype))
+    _ops.topk_decompress_mean.default(payload, out, k, chunk, bits)
 
 
-def _check(name: str, x: Tensor, wire: Tensor, k: int, chunk: int, bits: int, live: Tensor | None) -> None:
-    check_sent(name, x, wire, lambda n: topk_nbytes(n, k, chunk, bits, x.dtype), live)
+def _check(name: str, x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None) -> None:
+    check_sent(name, x, payload, lambda n: topk_nbytes(n, k, chunk, bits, x.dtype), active)

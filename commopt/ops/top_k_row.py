@@ -1,4 +1,4 @@
-"""The wire row of top-k: where its parts lie. Stated in :mod:`commopt.ops.top_k`."""
+"""The payload row of top-k: where its parts lie. Stated in :mod:`commopt.ops.top_k`."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ def _means_of_blocks(bucket: StateBucket, compressor: Compressor) -> Tensor:
     """Of each element the mean of the v that are not 0 in its block; 0 where v is. A new flat buffer."""
     v, block = bucket["exp_avg_sq"], getattr(compressor, "block", BLOCK) or 0
     roots, active = v.sqrt().view(bucket.world_size, -1), active_mask(bucket).view(bucket.world_size, -1)
-    wire = torch.empty(bucket.world_size, ops.sign_nbytes(roots.shape[1], block), dtype=torch.uint8, device=v.device)
-    ops.sign_compress(roots, wire, block, ROOT_MEAN_SQUARE, active)
-    ops.sign_decompress(wire, roots, block, active)  # the root of the mean
+    payload = torch.empty(bucket.world_size, ops.sign_nbytes(roots.shape[1], block), dtype=torch.uint8, device=v.device)
+    ops.sign_compress(roots, payload, block, ROOT_MEAN_SQUARE, active)
+    ops.sign_decompress(payload, roots, block, active)  # the root of the mean
     return roots.view(-1).square_()
 
 

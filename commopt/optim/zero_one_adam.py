@@ -468,7 +468,7 @@ class ZeroOneAdam(CommOptimizer):
         where = "synchronisation between rounds"
         replicas.average_exactly(self.topology, [bucket for bucket, _ in differing], means, where)
         for (bucket, update), mean in zip(differing, means):
-            ops.zero_dead_(mean, active_mask(bucket))
+            ops.zero_inactive_(mean, active_mask(bucket))
             place(bucket, update, mean)
             with keeping(bucket["exp_avg"], absent_runs(bucket, _still(bucket))):
                 bucket["exp_avg"].copy_(mean)

@@ -282,9 +282,12 @@ def time_kernels(stand: Stand, bucket_bytes: int, compressor: Compressor) -> dic
     world = stand.world_size
     n = -(-bucket_bytes // 4 // (64 * world)) * 64
     x = torch.randn(world, n, device=stand.device)
-    error, wire = torch.zeros_like(x), torch.zeros(world, compressor.nbytes(n), dtype=torch.uint8, device=stand.device)
+    error, payload = (
+        torch.zeros_like(x),
+        torch.zeros(world, compressor.nbytes(n), dtype=torch.uint8, device=stand.device),
+    )
     return {
-        "compress": stand.time(lambda: compressor.compress_with_feedback(x, error, wire)) / x.numel(),
-        "decompress": stand.time(lambda: compressor.decompress(wire, x)) / x.numel(),
-        "decompress_mean": stand.time(lambda: compressor.decompress_mean(wire, x[0])) / x.numel(),
+        "compress": stand.time(lambda: compressor.compress_with_feedback(x, error, payload)) / x.numel(),
+        "decompress": stand.time(lambda: compressor.decompress(payload, x)) / x.numel(),
+        "decompress_mean": stand.time(lambda: compressor.decompress_mean(payload, x[0])) / x.numel(),
     }

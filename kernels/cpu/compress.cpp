@@ -3,7 +3,7 @@
 #include <cstdlib>
 
 #include "runs.hpp"
-#include "wire.hpp"
+#include "payload.hpp"
 
 namespace commopt {
 namespace {
@@ -51,25 +51,25 @@ struct Compression {
     Source source;
     const float* error;  // null without feedback, and so is new_error
     float* new_error;
-    uint8_t* wire;
-    const uint8_t* live;  // null: all
+    uint8_t* payload;
+    const uint8_t* active;  // null: all
     int norm, threads;
     bool stream;  // the new residual
     const Kernels& k = kernels();
 
-    const uint8_t* live_at(int64_t row, int64_t i) const {
-        return live ? live + row * at.mask_pitch() + i / 8 : nullptr;
+    const uint8_t* active_at(int64_t row, int64_t i) const {
+        return active ? active + row * at.mask_pitch() + i / 8 : nullptr;
     }
-    uint8_t* row(int64_t r) const { return wire + r * at.nbytes; }
+    uint8_t* row(int64_t r) const { return payload + r * at.nbytes; }
 
     float* new_error_at(int64_t row, int64_t i) const { return error ? new_error + row * at.pitch + i : nullptr; }
 
     Partial encode(int64_t r, int64_t i, int64_t n, float* scratch, float* z) const {
-        return k.encode(source(r, i, n, scratch), error ? error + r * at.pitch + i : nullptr, live_at(r, i), z,
+        return k.encode(source(r, i, n, scratch), error ? error + r * at.pitch + i : nullptr, active_at(r, i), z,
                         row(r) + at.signs() + i / 8, n, norm);
     }
     void residual(int64_t r, int64_t i, int64_t n, const float* z, float s) const {
-        if (error) k.residual(z, live_at(r, i), s, new_error_at(r, i), n, stream);
+        if (error) k.residual(z, active_at(r, i), s, new_error_at(r, i), n, stream);
     }
 
     // Blocks that fit into the cache: both passes over one before the next.
@@ -137,9 +137,9 @@ struct Compression {
 };
 
 template <class Source>
-int compress(const Layout& at, const Source& source, const float* error, float* new_error, uint8_t* wire,
-             const uint8_t* live, int norm, int threads, bool stream) {
-    return Compression<Source>{at, source, error, new_error, wire, live, norm, threads, stream}.run();
+int compress(const Layout& at, const Source& source, const float* error, float* new_error, uint8_t* payload,
+             const uint8_t* active, int norm, int threads, bool stream) {
+    return Compression<Source>{at, source, error, new_error, payload, active, norm, threads, stream}.run();
 }
 
 }  // namespace
@@ -149,28 +149,28 @@ using namespace commopt;
 
 extern "C" {
 
-int commopt_sign_compress(const float* x, const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+int commopt_sign_compress(const float* x, const float* error, float* new_error, uint8_t* payload, const uint8_t* active,
                           int64_t rows, int64_t n, int64_t block, int32_t norm, int32_t threads) {
     const bool stream = rows * n >= kStream && new_error != error && new_error != x;
-    return compress(Layout(rows, n, block), Given{x, n}, error, new_error, wire, live, norm, threads, stream);
+    return compress(Layout(rows, n, block), Given{x, n}, error, new_error, payload, active, norm, threads, stream);
 }
 
 // Of the rows of n elements, only the columns [start, stop).
 int commopt_sign_compress_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha,
-                                   const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+                                   const float* error, float* new_error, uint8_t* payload, const uint8_t* active,
                                    int64_t rows, int64_t n, int64_t start, int64_t stop, int64_t block, int32_t norm,
                                    int32_t threads) {
     const MomentumRows source = {{m, grads, count, beta, alpha}, n, start};
     const Layout at(rows, stop - start, block, n);
     const bool stream = rows * n >= kStream && new_error != error;
-    return compress(at, source, error + start, new_error + start, wire, live ? live + start / 8 : nullptr, norm,
+    return compress(at, source, error + start, new_error + start, payload, active ? active + start / 8 : nullptr, norm,
                     threads, stream);
 }
 
-int commopt_sign_reduce(const uint8_t* wires, const float* error, float* new_error, uint8_t* own, const uint8_t* live,
+int commopt_sign_reduce(const uint8_t* payloads, const float* error, float* new_error, uint8_t* own, const uint8_t* active,
                         int64_t ranks, int64_t n, int64_t block, int32_t norm, int32_t threads) {
-    const MeanOfRows source = {{Layout(ranks, n, block), wires}};
+    const MeanOfRows source = {{Layout(ranks, n, block), payloads}};
     const bool stream = n >= kStream && new_error != error;
-    return compress(Layout(1, n, block), source, error, new_error, own, live, norm, threads, stream);
+    return compress(Layout(1, n, block), source, error, new_error, own, active, norm, threads, stream);
 }
 }

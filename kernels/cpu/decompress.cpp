@@ -1,6 +1,6 @@
-// What rows on the wire stand for, and what is done with it at once.
+// What rows of a payload stand for, and what is done with it at once.
 #include "runs.hpp"
-#include "wire.hpp"
+#include "payload.hpp"
 
 namespace commopt {
 namespace {
@@ -11,15 +11,15 @@ constexpr int64_t kNear = 1 << 10;
 
 struct Decompression {
     Layout at;
-    const uint8_t* wire;
-    const uint8_t* live;  // null: all
+    const uint8_t* payload;
+    const uint8_t* active;  // null: all
     const Kernels& k = kernels();
 
     // Writes the elements [start, end) of row r to out.
     void write(int64_t r, int64_t start, int64_t end, float* out, bool stream) const {
-        const uint8_t* row = wire + r * at.nbytes;
+        const uint8_t* row = payload + r * at.nbytes;
         each_block(at, start, end, [&](int64_t b, int64_t i, int64_t n) {
-            const uint8_t* mask = live ? live + r * at.mask_pitch() + i / 8 : nullptr;
+            const uint8_t* mask = active ? active + r * at.mask_pitch() + i / 8 : nullptr;
             k.decode(row + at.signs() + i / 8, mask, get_scale(row, b), out + (i - start), n, stream);
         });
     }
@@ -32,9 +32,9 @@ using namespace commopt;
 
 extern "C" {
 
-int commopt_sign_decompress(const uint8_t* wire, float* out, const uint8_t* live, int64_t rows, int64_t n,
+int commopt_sign_decompress(const uint8_t* payload, float* out, const uint8_t* active, int64_t rows, int64_t n,
                             int64_t block, int32_t threads) {
-    const Decompression source = {Layout(rows, n, block), wire, live};
+    const Decompression source = {Layout(rows, n, block), payload, active};
     const bool stream = rows * n >= kStream;
     each_chunk(rows, n, rows * n, threads, [&](int64_t r, int64_t start, int64_t end) {
         source.write(r, start, end, out + r * n + start, stream);
@@ -44,11 +44,11 @@ int commopt_sign_decompress(const uint8_t* wire, float* out, const uint8_t* live
 
 // factors: for each parameter its step size and its eps. Where m bypasses the caches, it is decoded twice: to
 // where the update can read it, too. Of the rows of n elements, only the columns [first, last).
-int commopt_sign_decompress_adam(const uint8_t* wire, const uint8_t* live, float* m, const float* v, const Run* params,
+int commopt_sign_decompress_adam(const uint8_t* payload, const uint8_t* active, float* m, const float* v, const Run* params,
                                  int64_t count, const float* factors, float decay, int64_t rows, int64_t n,
                                  int64_t first, int64_t last, int64_t block, int32_t threads) {
     const Layout layout(rows, last - first, block, n);
-    const Decompression source = {layout, wire, live ? live + first / 8 : nullptr};
+    const Decompression source = {layout, payload, active ? active + first / 8 : nullptr};
     const Kernels& k = kernels();
     const bool stream = rows * n >= kStream;
     const auto update = [&](int64_t start, int64_t end, const float* near) {
@@ -76,9 +76,9 @@ int commopt_sign_decompress_adam(const uint8_t* wire, const uint8_t* live, float
     return 0;
 }
 
-int commopt_sign_decompress_mean(const uint8_t* wire, float* out, int64_t ranks, int64_t n, int64_t block,
+int commopt_sign_decompress_mean(const uint8_t* payload, float* out, int64_t ranks, int64_t n, int64_t block,
                                  int32_t threads) {
-    const Mean mean = {Layout(ranks, n, block), wire};
+    const Mean mean = {Layout(ranks, n, block), payload};
     const bool stream = n >= kStream && ranks <= kMaxRanks;
     const int64_t work = n + n * ranks / 4;  // adding a rank costs less than writing the result
     each_chunk(1, n, work, threads, [&](int64_t, int64_t start, int64_t end) {

@@ -6,7 +6,7 @@
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "runs.hpp"
-#include "wire.hpp"
+#include "payload.hpp"
 
 namespace commopt {
 namespace {
@@ -21,7 +21,7 @@ const IntegerKernels& table() {
     return integers_plain;
 }
 
-// Rows of n elements on the wire.
+// Rows of n elements in the payload.
 struct Rows {
     int64_t n, used, nbytes, codes;
 
@@ -73,7 +73,7 @@ using namespace commopt;
 extern "C" {
 
 // error and new_error: null without feedback.
-int commopt_int_compress(const float* x, const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+int commopt_int_compress(const float* x, const float* error, float* new_error, uint8_t* payload, const uint8_t* active,
                          int64_t rows, int64_t n, int64_t block, int32_t kind, int32_t stochastic, int32_t rotated,
                          int64_t seed, int32_t threads) {
     const Coding c = coding_of(block, kind, stochastic, rotated, seed);
@@ -81,10 +81,10 @@ int commopt_int_compress(const float* x, const float* error, float* new_error, u
     const IntegerKernels& k = table();
     const bool apart = new_error != error && new_error != x;
     each_run(rows, n, rows * n, threads, [&](int64_t r, int64_t i, int64_t size) {
-        uint8_t* row = wire + r * at.nbytes;
+        uint8_t* row = payload + r * at.nbytes;
         const int64_t place = r * n + i;
         float* rest = error ? new_error + place : nullptr;
-        k.encode(x + place, error ? error + place : nullptr, live ? live + r * ((n + 7) / 8) + i / 8 : nullptr, rest,
+        k.encode(x + place, error ? error + place : nullptr, active ? active + r * ((n + 7) / 8) + i / 8 : nullptr, rest,
                  size, c, at.scales_at(row, i, c), at.codes_at(row, i, c), apart && streams(rest, rows * n),
                  x + place + kTogether);
         if (i == 0) at.clear_tail(row);
@@ -94,7 +94,7 @@ int commopt_int_compress(const float* x, const float* error, float* new_error, u
 
 // Of the rows of n elements, only the columns [start, stop).
 int commopt_int_compress_momentum(const float* m, const Run* grads, int64_t count, float beta, float alpha,
-                                  const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+                                  const float* error, float* new_error, uint8_t* payload, const uint8_t* active,
                                   int64_t rows, int64_t n, int64_t start, int64_t stop, int64_t block, int32_t kind,
                                   int32_t stochastic, int32_t rotated, int64_t seed, int32_t threads) {
     const Coding c = coding_of(block, kind, stochastic, rotated, seed);
@@ -102,8 +102,8 @@ int commopt_int_compress_momentum(const float* m, const Run* grads, int64_t coun
     const Momentum momentum = {m, grads, count, beta, alpha};
     const IntegerKernels& k = table();
     each_run(rows, at.n, rows * at.n, threads, [&](int64_t r, int64_t from, int64_t length) {
-        uint8_t* row = wire + r * at.nbytes;
-        const uint8_t* mask = live ? live + r * ((n + 7) / 8) + start / 8 : nullptr;
+        uint8_t* row = payload + r * at.nbytes;
+        const uint8_t* mask = active ? active + r * ((n + 7) / 8) + start / 8 : nullptr;
         alignas(64) float x[kRun];
         each_near(from, length, block, [&](int64_t i, int64_t size) {
             const int64_t place = r * n + start + i;
@@ -118,7 +118,7 @@ int commopt_int_compress_momentum(const float* m, const Run* grads, int64_t coun
     return 0;
 }
 
-int commopt_int_reduce(const uint8_t* wires, const float* error, float* new_error, uint8_t* own, const uint8_t* live,
+int commopt_int_reduce(const uint8_t* payloads, const float* error, float* new_error, uint8_t* own, const uint8_t* active,
                        int64_t ranks, int64_t n, int64_t block, int32_t kind, int32_t stochastic, int32_t rotated,
                        int64_t seed, int32_t threads) {
     const Coding c = coding_of(block, kind, stochastic, rotated, seed);
@@ -127,9 +127,9 @@ int commopt_int_reduce(const uint8_t* wires, const float* error, float* new_erro
     each_run(1, n, n + n * ranks / 4, threads, [&](int64_t, int64_t from, int64_t length) {
         alignas(64) float mean[kRun];
         each_near(from, length, block, [&](int64_t i, int64_t size) {
-            k.decode_mean(at.scales_at(wires, i, c), at.codes_at(wires, i, c), at.nbytes, ranks, nullptr, mean, size, c,
+            k.decode_mean(at.scales_at(payloads, i, c), at.codes_at(payloads, i, c), at.nbytes, ranks, nullptr, mean, size, c,
                           false);
-            k.encode(mean, error + i, live ? live + i / 8 : nullptr, new_error + i, size, c, at.scales_at(own, i, c),
+            k.encode(mean, error + i, active ? active + i / 8 : nullptr, new_error + i, size, c, at.scales_at(own, i, c),
                      at.codes_at(own, i, c), new_error != error && streams(new_error + i, n), error + i + kTogether);
         });
         if (from == 0) at.clear_tail(own);
@@ -137,30 +137,30 @@ int commopt_int_reduce(const uint8_t* wires, const float* error, float* new_erro
     return 0;
 }
 
-int commopt_int_decompress(const uint8_t* wire, float* out, const uint8_t* live, int64_t rows, int64_t n, int64_t block,
+int commopt_int_decompress(const uint8_t* payload, float* out, const uint8_t* active, int64_t rows, int64_t n, int64_t block,
                            int32_t kind, int32_t rotated, int32_t threads) {
     const Coding c = coding_of(block, kind, 0, rotated, 0);
     const Rows at(n, c);
     const IntegerKernels& k = table();
     each_run(rows, n, rows * n, threads, [&](int64_t r, int64_t i, int64_t size) {
-        const uint8_t* row = wire + r * at.nbytes;
+        const uint8_t* row = payload + r * at.nbytes;
         float* to = out + r * n + i;
         k.decode_mean(at.scales_at(row, i, c), at.codes_at(row, i, c), 0, 1,
-                      live ? live + r * ((n + 7) / 8) + i / 8 : nullptr, to, size, c, streams(to, rows * n));
+                      active ? active + r * ((n + 7) / 8) + i / 8 : nullptr, to, size, c, streams(to, rows * n));
     });
     return 0;
 }
 
 // To tensors that lie in rows of n elements, where they are in the columns [start, stop).
-int commopt_int_decompress_to(const uint8_t* wire, const Run* outs, int64_t count, const uint8_t* live, int64_t rows,
+int commopt_int_decompress_to(const uint8_t* payload, const Run* outs, int64_t count, const uint8_t* active, int64_t rows,
                               int64_t n, int64_t start, int64_t stop, int64_t block, int32_t kind, int32_t rotated,
                               int32_t threads) {
     const Coding c = coding_of(block, kind, 0, rotated, 0);
     const Rows at(stop - start, c);
     const IntegerKernels& k = table();
     each_run(rows, at.n, rows * at.n, threads, [&](int64_t r, int64_t from, int64_t length) {
-        const uint8_t* row = wire + r * at.nbytes;
-        const uint8_t* mask = live ? live + r * ((n + 7) / 8) + start / 8 : nullptr;
+        const uint8_t* row = payload + r * at.nbytes;
+        const uint8_t* mask = active ? active + r * ((n + 7) / 8) + start / 8 : nullptr;
         alignas(64) float values[kRun];
         each_near(from, length, block, [&](int64_t i, int64_t size) {
             const int64_t place = r * n + start + i;
@@ -172,13 +172,13 @@ int commopt_int_decompress_to(const uint8_t* wire, const Run* outs, int64_t coun
     return 0;
 }
 
-int commopt_int_decompress_mean(const uint8_t* wires, float* out, int64_t ranks, int64_t n, int64_t block, int32_t kind,
+int commopt_int_decompress_mean(const uint8_t* payloads, float* out, int64_t ranks, int64_t n, int64_t block, int32_t kind,
                                 int32_t rotated, int32_t threads) {
     const Coding c = coding_of(block, kind, 0, rotated, 0);
     const Rows at(n, c);
     const IntegerKernels& k = table();
     each_run(1, n, n + n * ranks / 4, threads, [&](int64_t, int64_t i, int64_t size) {
-        k.decode_mean(at.scales_at(wires, i, c), at.codes_at(wires, i, c), at.nbytes, ranks, nullptr, out + i, size, c,
+        k.decode_mean(at.scales_at(payloads, i, c), at.codes_at(payloads, i, c), at.nbytes, ranks, nullptr, out + i, size, c,
                       streams(out + i, n));
     });
     return 0;

@@ -31,14 +31,14 @@ struct Coding {
 };
 
 // Each function works on n elements from the beginning of a block on: whole blocks, but that the last may be shorter.
-// live may be null. streamed: what is written bypasses the caches; then it begins at a multiple of 64 bytes.
+// active may be null. streamed: what is written bypasses the caches; then it begins at a multiple of 64 bytes.
 struct IntegerKernels {
     // z = x + e (e null: x); C[z] -> scales and codes; rest = z - C[z] (null with e). rest may be x or e itself.
     // later: n floats that will be needed kTogether elements later, and may come into the cache.
-    void (*encode)(const float* x, const float* e, const uint8_t* live, float* rest, int64_t n, const Coding& coding,
+    void (*encode)(const float* x, const float* e, const uint8_t* active, float* rest, int64_t n, const Coding& coding,
                    uint8_t* scales, uint8_t* codes, bool streamed, const float* later);
-    // The mean of ranks rows, which lie stride bytes apart; 0 at the dead elements.
-    void (*decode_mean)(const uint8_t* scales, const uint8_t* codes, int64_t stride, int64_t ranks, const uint8_t* live,
+    // The mean of ranks rows, which lie stride bytes apart; 0 at the inactive elements.
+    void (*decode_mean)(const uint8_t* scales, const uint8_t* codes, int64_t stride, int64_t ranks, const uint8_t* active,
                         float* out, int64_t n, const Coding& coding, bool streamed);
 };
 

@@ -22,18 +22,18 @@ constexpr int kMaxRanks = 64;  // ranks that one call of decode_mean adds up
 
 struct Kernels {
     // z = x + e; signs -> bits; returns sum z^2 (norm 2) or sum |z| (norm 1). e and z null: x itself, and z is not
-    // kept. live may be null, here and below. bits and live start at a whole byte.
-    Partial (*encode)(const float* x, const float* e, const uint8_t* live, float* z, uint8_t* bits, int64_t n,
+    // kept. active may be null, here and below. bits and active start at a whole byte.
+    Partial (*encode)(const float* x, const float* e, const uint8_t* active, float* z, uint8_t* bits, int64_t n,
                       int norm);
-    // out = z - s or z + s, towards zero; dead elements 0.
-    void (*residual)(const float* z, const uint8_t* live, float s, float* out, int64_t n, bool stream);
-    // out = +-s; dead elements 0.
-    void (*decode)(const uint8_t* bits, const uint8_t* live, float s, float* out, int64_t n, bool stream);
+    // out = z - s or z + s, towards zero; inactive elements 0.
+    void (*residual)(const float* z, const uint8_t* active, float s, float* out, int64_t n, bool stream);
+    // out = +-s; inactive elements 0.
+    void (*decode)(const uint8_t* bits, const uint8_t* active, float s, float* out, int64_t n, bool stream);
     // out = (first ? : out +) +-a[0] +-a[1] ..., signs of rank k at bits + k * stride; ranks <= kMaxRanks.
     void (*decode_mean)(const uint8_t* bits, int64_t stride, const float* a, int ranks, bool first, float* out,
                         int64_t n, bool stream);
     void (*pack_nonzero)(const float* x, uint8_t* bits, int64_t n);
-    void (*zero_dead)(float* x, const uint8_t* bits, int64_t n);
+    void (*zero_inactive)(float* x, const uint8_t* bits, int64_t n);
     double (*square_sum)(const float* x, int64_t n);
     double (*square_sum_bf16)(const uint16_t* x, int64_t n);
     void (*scale)(const float* m, float* out, int64_t n, float beta);
@@ -43,15 +43,15 @@ struct Kernels {
     void (*frozen_adam)(float* p, const float* m, const float* v, int64_t n, float step, float eps, float decay);
     void (*frozen_adam_bf16)(uint16_t* p, const float* m, const float* v, int64_t n, float step, float eps,
                              float decay);
-    // z = x + e, dead elements 0; e null: x itself; z null: not kept. Of each of 16 lanes the largest magnitude is
+    // z = x + e, inactive elements 0; e null: x itself; z null: not kept. Of each of 16 lanes the largest magnitude is
     // noted, as bits: NaN is above all, and denormals count whatever the processor takes them for.
-    void (*largest)(const float* x, const float* e, const uint8_t* live, float* z, int64_t n, uint32_t* of_lanes);
+    void (*largest)(const float* x, const float* e, const uint8_t* active, float* z, int64_t n, uint32_t* of_lanes);
     // The places of all elements whose magnitude, as bits, is at least that, up to 2^31; returns how many these are.
     int64_t (*at_least)(const float* z, int64_t n, uint32_t least, uint16_t* places);
     // Of 16 keys below 2^31: how many are larger, or equal and before it.
     void (*ranks)(const int32_t* keys, int32_t* out);
-    // x = x + e, dead elements 0.
-    void (*add_to)(float* x, const float* e, const uint8_t* live, int64_t n);
+    // x = x + e, inactive elements 0.
+    void (*add_to)(float* x, const float* e, const uint8_t* active, int64_t n);
     // bits = x as bfloat16; rest = what that loses.
     void (*cast)(const float* x, float* rest, uint16_t* bits, int64_t n, bool stream);
     // sum = (first ? : sum +) what bits stand for.

@@ -1,4 +1,4 @@
-// Top-k by threshold: what is sent, what stays, and what rows on the wire stand for. The format is stated in
+// Top-k by threshold: what is sent, what stays, and what rows of a payload stand for. The format is stated in
 // commopt/ops/threshold.py.
 //
 // Of the largest elements of many short runs, the (k+1)-th is a bound that more than k elements reach. Below it there is
@@ -92,9 +92,9 @@ struct ThresholdCompression {
     const float* x;
     const float* error;  // null without feedback
     float* new_error;
-    uint8_t* wire;
-    const uint8_t* live;  // null: all
-    int64_t rows, x_pitch, error_pitch, new_error_pitch, live_pitch, rounds;
+    uint8_t* payload;
+    const uint8_t* active;  // null: all
+    int64_t rows, x_pitch, error_pitch, new_error_pitch, active_pitch, rounds;
     int threads;
     int64_t chunks = ceil_div(at.n, kSummed);
     int64_t run = run_length();
@@ -114,7 +114,7 @@ struct ThresholdCompression {
     int64_t measure(int64_t r, float* z, double* sums, uint32_t* lanes) const {
         const float* from = x + r * x_pitch;
         const float* owed = error ? error + r * error_pitch : nullptr;
-        const uint8_t* mask = live ? live + r * live_pitch : nullptr;
+        const uint8_t* mask = active ? active + r * active_pitch : nullptr;
         parallel_for(chunks, at.n, threads, [&](int64_t c) {
             const int64_t start = c * kSummed, end = start + length(c);
             uint32_t* noted = lanes + c * lanes_of_chunk;
@@ -180,7 +180,7 @@ struct ThresholdCompression {
 
     // The entries, of places that were noted; among these are all that reach between.low.
     void write(int64_t r, Bracket between, const float* z, const int64_t* counts, const uint16_t* places) const {
-        uint8_t* row = wire + r * at.nbytes;
+        uint8_t* row = payload + r * at.nbytes;
         float* rest = error ? new_error + r * new_error_pitch : nullptr;
         int64_t lacking = at.k, entry = 0;
         for (int64_t c = 0; c < chunks; ++c) {
@@ -212,14 +212,14 @@ struct ThresholdCompression {
 
     int run_all() const {
         if (rows == 0 || at.n == 0) return 0;
-        Memory<float> formed(error == nullptr && live != nullptr ? at.n : 0);
+        Memory<float> formed(error == nullptr && active != nullptr ? at.n : 0);
         Memory<uint32_t> lanes(chunks * lanes_of_chunk);
         Memory<double> sums(chunks);
         Memory<int64_t> counts(chunks);
         Memory<uint16_t> places(chunks * kSummed);
         if (!formed.data || !lanes.data || !sums.data || !counts.data || !places.data) return 1;
         for (int64_t r = 0; r < rows; ++r) {
-            float* to = error ? new_error + r * new_error_pitch : live ? formed.data : nullptr;
+            float* to = error ? new_error + r * new_error_pitch : active ? formed.data : nullptr;
             const int64_t of_lanes = measure(r, to, sums.data, lanes.data);
             const float* z = to ? to : x + r * x_pitch;
             const double mean = sum_of(sums.data, chunks) / double(at.n);
@@ -261,39 +261,39 @@ using namespace commopt;
 
 extern "C" {
 
-// Pitches: elements (of live: bytes) from a row to the next.
-int commopt_threshold_compress(const float* x, const float* error, float* new_error, uint8_t* wire,
-                               const uint8_t* live, int64_t rows, int64_t n, int64_t x_pitch, int64_t error_pitch,
-                               int64_t new_error_pitch, int64_t live_pitch, int64_t k, int64_t rounds,
+// Pitches: elements (of active: bytes) from a row to the next.
+int commopt_threshold_compress(const float* x, const float* error, float* new_error, uint8_t* payload,
+                               const uint8_t* active, int64_t rows, int64_t n, int64_t x_pitch, int64_t error_pitch,
+                               int64_t new_error_pitch, int64_t active_pitch, int64_t k, int64_t rounds,
                                int32_t threads) {
-    return ThresholdCompression{ThresholdRow(n, k), x,           error,           new_error,  wire,   live,   rows,
-                                x_pitch,            error_pitch, new_error_pitch, live_pitch, rounds, threads}
+    return ThresholdCompression{ThresholdRow(n, k), x,           error,           new_error,  payload,   active,   rows,
+                                x_pitch,            error_pitch, new_error_pitch, active_pitch, rounds, threads}
         .run_all();
 }
 
-int commopt_threshold_decompress(const uint8_t* wire, float* out, const uint8_t* live, int64_t rows, int64_t n,
-                                 int64_t out_pitch, int64_t live_pitch, int64_t k, int32_t threads) {
+int commopt_threshold_decompress(const uint8_t* payload, float* out, const uint8_t* active, int64_t rows, int64_t n,
+                                 int64_t out_pitch, int64_t active_pitch, int64_t k, int32_t threads) {
     const ThresholdRow at(n, k);
     parallel_for(rows * at.segments, rows * n, threads, [&](int64_t task) {
         const int64_t r = task / at.segments, segment = task % at.segments, start = segment * kSegment;
-        const uint8_t* mask = live ? live + r * live_pitch + start / 8 : nullptr;
+        const uint8_t* mask = active ? active + r * active_pitch + start / 8 : nullptr;
         float* to = out + r * out_pitch + start;
         std::memset(to, 0, size_t(at.length(segment)) * sizeof(float));
-        each_entry(at, wire + r * at.nbytes, segment, [&](int64_t i, float value) {
+        each_entry(at, payload + r * at.nbytes, segment, [&](int64_t i, float value) {
             if (mask == nullptr || (mask[i >> 3] >> (i & 7) & 1)) to[i] += value;
         });
     });
     return 0;
 }
 
-int commopt_threshold_decompress_mean(const uint8_t* wire, float* out, int64_t ranks, int64_t n, int64_t k,
+int commopt_threshold_decompress_mean(const uint8_t* payload, float* out, int64_t ranks, int64_t n, int64_t k,
                                       int32_t threads) {
     const ThresholdRow at(n, k);
     parallel_for(at.segments, n, threads, [&](int64_t segment) {
         float* to = out + segment * kSegment;
         std::memset(to, 0, size_t(at.length(segment)) * sizeof(float));
         for (int64_t rank = 0; rank < ranks; ++rank) {
-            each_entry(at, wire + rank * at.nbytes, segment,
+            each_entry(at, payload + rank * at.nbytes, segment,
                        [&](int64_t i, float value) { to[i] += value / float(ranks); });
         }
     });

@@ -1,4 +1,4 @@
-// Top-k of chunks: what is sent, what stays, and what rows on the wire stand for. The format is stated in
+// Top-k of chunks: what is sent, what stays, and what rows of a payload stand for. The format is stated in
 // commopt/ops/top_k.py.
 #include <algorithm>
 #include <atomic>
@@ -140,9 +140,9 @@ struct TopKCompression {
     const float* x;
     const float* error;  // null without feedback
     float* new_error;
-    uint8_t* wire;
-    const uint8_t* live;  // null: all
-    int64_t rows, x_pitch, error_pitch, new_error_pitch, live_pitch;
+    uint8_t* payload;
+    const uint8_t* active;  // null: all
+    int64_t rows, x_pitch, error_pitch, new_error_pitch, active_pitch;
     const Kernels& k = kernels();
 
     // Elements of which the largest of 16 lanes are noted, so that there are enough of those for a good bound.
@@ -179,8 +179,8 @@ struct TopKCompression {
         const int64_t start = c * at.chunk, n = at.length(c), run = run_length();
         const float* from = x + r * x_pitch + start;
         const float* owed = error ? error + r * error_pitch + start : nullptr;
-        const uint8_t* mask = live ? live + r * live_pitch + start / 8 : nullptr;
-        float* to = error ? new_error + r * new_error_pitch + start : live ? space.z : nullptr;
+        const uint8_t* mask = active ? active + r * active_pitch + start / 8 : nullptr;
+        float* to = error ? new_error + r * new_error_pitch + start : active ? space.z : nullptr;
         int64_t lanes = 0;
         for (int64_t i = 0; i < n; i += run, lanes += 16) {
             k.largest(from + i, owed ? owed + i : nullptr, mask ? mask + i / 8 : nullptr, to ? to + i : nullptr,
@@ -258,7 +258,7 @@ struct TopKCompression {
     }
 
     void compress_group(int64_t r, int64_t g, Space& space) const {
-        uint8_t* row = wire + r * at.nbytes;
+        uint8_t* row = payload + r * at.nbytes;
         const int64_t first = g * at.group, last = std::min(first + at.group, at.chunks), entry = first * at.k;
         int64_t done = 0;
         for (int64_t c = first; c < last; ++c) {
@@ -283,7 +283,7 @@ struct TopKCompression {
     int run(int threads) const {
         if (rows == 0 || at.n == 0) return 0;
         for (int64_t r = 0; r < rows; ++r) {
-            uint8_t* row = wire + r * at.nbytes;
+            uint8_t* row = payload + r * at.nbytes;
             if (at.values_nbytes % 2) row[at.indices_at - 1] = 0;
             std::memset(row + at.used, 0, size_t(at.nbytes - at.used));
         }
@@ -354,23 +354,23 @@ using namespace commopt;
 
 extern "C" {
 
-// Pitches: elements (of live: bytes) from a row to the next.
-int commopt_topk_compress(const float* x, const float* error, float* new_error, uint8_t* wire, const uint8_t* live,
+// Pitches: elements (of active: bytes) from a row to the next.
+int commopt_topk_compress(const float* x, const float* error, float* new_error, uint8_t* payload, const uint8_t* active,
                           int64_t rows, int64_t n, int64_t x_pitch, int64_t error_pitch, int64_t new_error_pitch,
-                          int64_t live_pitch, int64_t k, int64_t chunk, int64_t bits, int32_t threads) {
-    return TopKCompression{TopKRow(n, k, chunk, bits), x,       error,       new_error,       wire,
-                           live,                       rows,    x_pitch,     error_pitch,     new_error_pitch,
-                           live_pitch}
+                          int64_t active_pitch, int64_t k, int64_t chunk, int64_t bits, int32_t threads) {
+    return TopKCompression{TopKRow(n, k, chunk, bits), x,       error,       new_error,       payload,
+                           active,                       rows,    x_pitch,     error_pitch,     new_error_pitch,
+                           active_pitch}
         .run(threads);
 }
 
-int commopt_topk_decompress(const uint8_t* wire, float* out, const uint8_t* live, int64_t rows, int64_t n,
-                            int64_t out_pitch, int64_t live_pitch, int64_t k, int64_t chunk, int64_t bits,
+int commopt_topk_decompress(const uint8_t* payload, float* out, const uint8_t* active, int64_t rows, int64_t n,
+                            int64_t out_pitch, int64_t active_pitch, int64_t k, int64_t chunk, int64_t bits,
                             int32_t threads) {
     const TopKRow at(n, k, chunk, bits);
     each_chunk_of_rows(at, rows, rows * n, threads, [&](int64_t r, int64_t c) {
-        const uint8_t* row = wire + r * at.nbytes;
-        const uint8_t* mask = live ? live + r * live_pitch + c * chunk / 8 : nullptr;
+        const uint8_t* row = payload + r * at.nbytes;
+        const uint8_t* mask = active ? active + r * active_pitch + c * chunk / 8 : nullptr;
         float* to = out + r * out_pitch + c * chunk;
         std::memset(to, 0, size_t(at.length(c)) * sizeof(float));
         each_entry(at, row, c, [&](int64_t i, int64_t entry) {
@@ -380,14 +380,14 @@ int commopt_topk_decompress(const uint8_t* wire, float* out, const uint8_t* live
     return 0;
 }
 
-int commopt_topk_decompress_mean(const uint8_t* wire, float* out, int64_t ranks, int64_t n, int64_t k, int64_t chunk,
+int commopt_topk_decompress_mean(const uint8_t* payload, float* out, int64_t ranks, int64_t n, int64_t k, int64_t chunk,
                                  int64_t bits, int32_t threads) {
     const TopKRow at(n, k, chunk, bits);
     each_chunk_of_rows(at, 1, n, threads, [&](int64_t, int64_t c) {
         float* to = out + c * chunk;
         std::memset(to, 0, size_t(at.length(c)) * sizeof(float));
         for (int64_t rank = 0; rank < ranks; ++rank) {
-            const uint8_t* row = wire + rank * at.nbytes;
+            const uint8_t* row = payload + rank * at.nbytes;
             each_entry(at, row, c, [&](int64_t i, int64_t entry) {
                 to[i] += at.value(row, c / at.group, entry) / float(ranks);
             });
@@ -397,12 +397,12 @@ int commopt_topk_decompress_mean(const uint8_t* wire, float* out, int64_t ranks,
 }
 
 // Writes 0 to sound if rows are not such as compression makes of finite numbers.
-int commopt_topk_find_unsound(const uint8_t* wire, uint8_t* sound, int64_t rows, int64_t n, int64_t k, int64_t chunk,
+int commopt_topk_find_unsound(const uint8_t* payload, uint8_t* sound, int64_t rows, int64_t n, int64_t k, int64_t chunk,
                               int64_t bits, int32_t threads) {
     const TopKRow at(n, k, chunk, bits);
     std::atomic<bool> all{true};
     each_chunk_of_rows(at, rows, rows * at.chunks * k, threads, [&](int64_t r, int64_t c) {
-        if (!is_sound(at, wire + r * at.nbytes, c)) all = false;
+        if (!is_sound(at, payload + r * at.nbytes, c)) all = false;
     });
     if (!all) *sound = 0;
     return 0;

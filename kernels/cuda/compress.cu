@@ -4,27 +4,27 @@ struct Compression {
     Layout at;
     const float* error;  // null without feedback
     float* new_error;
-    u8* wire;
-    const u8* live;     // null: all
+    u8* payload;
+    const u8* active;     // null: all
     Partial* partials;  // one a tile, where blocks have several; else null
-    i64 error_stride, new_error_stride, live_stride;
+    i64 error_stride, new_error_stride, active_stride;
     i64 norm;
 
-    __device__ u8* row(const Tile& tile) const { return wire + tile.row * at.nbytes; }
-    __device__ const u8* live_at(const Tile& tile) const {
-        return live == nullptr ? nullptr : live + tile.row * live_stride + tile.start / 8;
+    __device__ u8* row(const Tile& tile) const { return payload + tile.row * at.nbytes; }
+    __device__ const u8* active_at(const Tile& tile) const {
+        return active == nullptr ? nullptr : active + tile.row * active_stride + tile.start / 8;
     }
     __device__ float* new_error_at(const Tile& tile) const {
         return new_error + tile.row * new_error_stride + tile.start;
     }
 };
 
-// What is left of z. s: the scale; alive: bits of the items.
-__device__ inline void store_residual(float* to, int count, const float (&z)[kItems], u32 alive, float s) {
+// What is left of z. s: the scale; mask: bits of the items.
+__device__ inline void store_residual(float* to, int count, const float (&z)[kItems], u32 mask, float s) {
     float rest[kItems];
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
-        rest[j] = !(alive >> j & 1) ? 0.0f : not_negative(z[j]) ? sub(z[j], s) : add(z[j], s);
+        rest[j] = !(mask >> j & 1) ? 0.0f : not_negative(z[j]) ? sub(z[j], s) : add(z[j], s);
     }
     store(to, count, rest);
 }
@@ -44,17 +44,17 @@ __device__ inline void compress(const Compression& to, const Tile& tile, float (
 #pragma unroll
         for (int j = 0; j < kItems; ++j) x[j] = add(x[j], e[j]);
     }
-    const u32 alive = present(to.live_at(tile), tile.count);
+    const u32 mask = present(to.active_at(tile), tile.count);
     u32 plus = 0;
-    Partial mine = {0.0, __popc(alive)};
+    Partial mine = {0.0, __popc(mask)};
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
-        if (!(alive >> j & 1)) x[j] = 0.0f;
+        if (!(mask >> j & 1)) x[j] = 0.0f;
         if (not_negative(x[j])) plus |= 1u << j;
         const double wide = widen(x[j]);
         mine.sum = to.norm == 2 ? __fma_rn(wide, wide, mine.sum) : mine.sum + fabs(wide);
     }
-    store_bits(plus & alive, to.row(tile) + to.at.signs() + tile.start / 8, tile.count);
+    store_bits(plus & mask, to.row(tile) + to.at.signs() + tile.start / 8, tile.count);
     zero_tail(to, tile);
     const Partial total = team_sum(mine);
     if (to.partials != nullptr) {
@@ -69,7 +69,7 @@ __device__ inline void compress(const Compression& to, const Tile& tile, float (
     }
     if (to.error == nullptr) return;
     __syncthreads();
-    store_residual(to.new_error_at(tile), tile.count, x, alive, scales[threadIdx.y]);
+    store_residual(to.new_error_at(tile), tile.count, x, mask, scales[threadIdx.y]);
 }
 
 struct CompressRows {
@@ -179,29 +179,29 @@ __device__ inline void add_ranks(const u8* row, const Layout& at, int ranks, boo
 }
 
 // The mean of rows, in their order.
-__device__ inline void mean_of(const u8* wires, const Layout& at, int ranks, const Tile& tile, float (&x)[kItems]) {
+__device__ inline void mean_of(const u8* payloads, const Layout& at, int ranks, const Tile& tile, float (&x)[kItems]) {
 #pragma unroll
     for (int j = 0; j < kItems; ++j) x[j] = 0.0f;
     if (tile.count == 0) return;
     int rank = 0;
-    for (; rank + 4 <= ranks; rank += 4) add_ranks<4>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+    for (; rank + 4 <= ranks; rank += 4) add_ranks<4>(payloads + rank * at.nbytes, at, ranks, rank == 0, tile, x);
     if (rank + 2 <= ranks) {
-        add_ranks<2>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+        add_ranks<2>(payloads + rank * at.nbytes, at, ranks, rank == 0, tile, x);
         rank += 2;
     }
-    if (rank < ranks) add_ranks<1>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+    if (rank < ranks) add_ranks<1>(payloads + rank * at.nbytes, at, ranks, rank == 0, tile, x);
 }
 
 struct Reduce {
     Compression to;
-    const u8* wires;
+    const u8* payloads;
     i64 ranks;
 };
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads) sign_reduce(const __grid_constant__ Reduce of) {
     const Tile tile(of.to.at);
     float x[kItems];
-    mean_of(of.wires, of.to.at, int(of.ranks), tile, x);
+    mean_of(of.payloads, of.to.at, int(of.ranks), tile, x);
     compress(of.to, tile, x);
 }
 
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) sign_scales(const __gr
     const u32 first = blockIdx.x * to.at.tiles_per_block;
     const Partial total = sum_of(to.partials + first, to.at.tiles_per_block);
     if (threadIdx.x != 0) return;
-    float* scales = reinterpret_cast<float*>(to.wire + i64(blockIdx.x / to.at.nblocks) * to.at.nbytes);
+    float* scales = reinterpret_cast<float*>(to.payload + i64(blockIdx.x / to.at.nblocks) * to.at.nbytes);
     scales[blockIdx.x % to.at.nblocks] = scale_of(total, int(to.norm));
 }
 
@@ -220,6 +220,6 @@ extern "C" __global__ void sign_residuals(const __grid_constant__ Compression to
     if (tile.count == 0) return;
     float z[kItems];
     load(to.new_error_at(tile), tile.count, z);
-    const u32 alive = present(to.live_at(tile), tile.count);
-    store_residual(to.new_error_at(tile), tile.count, z, alive, get_scale(to.row(tile), tile.block));
+    const u32 mask = present(to.active_at(tile), tile.count);
+    store_residual(to.new_error_at(tile), tile.count, z, mask, get_scale(to.row(tile), tile.block));
 }

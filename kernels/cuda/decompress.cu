@@ -1,19 +1,19 @@
-// What rows on the wire stand for, and what is done with it at once.
+// What rows of a payload stand for, and what is done with it at once.
 
 struct Decompression {
     Layout at;
-    const u8* wire;
+    const u8* payload;
     float* out;
-    const u8* live;  // null: all
-    i64 out_stride, live_stride;
+    const u8* active;  // null: all
+    i64 out_stride, active_stride;
 
     __device__ void write(const Tile& tile, float (&x)[kItems]) const {
-        const u8* row = wire + tile.row * at.nbytes;
+        const u8* row = payload + tile.row * at.nbytes;
         const u8* bits = row + at.signs() + tile.start / 8;
-        const u32 alive = present(live == nullptr ? nullptr : live + tile.row * live_stride + tile.start / 8, tile.count);
+        const u32 mask = present(active == nullptr ? nullptr : active + tile.row * active_stride + tile.start / 8, tile.count);
         const float s = tile.count > 0 ? get_scale(row, tile.block) : 0.0f;
 #pragma unroll
-        for (int j = 0; j < kItems; ++j) x[j] = alive >> j & 1 ? signed_by(bits[item(j) >> 3], s) : 0.0f;
+        for (int j = 0; j < kItems; ++j) x[j] = mask >> j & 1 ? signed_by(bits[item(j) >> 3], s) : 0.0f;
         store(out + tile.row * out_stride + tile.start, tile.count, x);
     }
 };
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) sign_decompress(const 
 
 struct DecompressMean {
     Layout at;
-    const u8* wires;
+    const u8* payloads;
     float* out;
     i64 ranks;
 };
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     sign_decompress_mean(const __grid_constant__ DecompressMean of) {
     const Tile tile(of.at);
     float x[kItems];
-    mean_of(of.wires, of.at, int(of.ranks), tile, x);
+    mean_of(of.payloads, of.at, int(of.ranks), tile, x);
     store(of.out + tile.start, tile.count, x);
 }
 

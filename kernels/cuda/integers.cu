@@ -1,7 +1,7 @@
 // Integers of 8, 4 and 2 bits, and floats of 8. commopt/ops/integers.py states the format and the arithmetic.
 //
 // A block is one tile: its elements stay in the registers of a team. Places in a block are items in the order of
-// wire.cuh, so that bits 0 to 4 of a place are the lane, 5 to 7 the item and the others the warp. blockDim.x is a power
+// payload.cuh, so that bits 0 to 4 of a place are the lane, 5 to 7 the item and the others the warp. blockDim.x is a power
 // of two. Comparisons of floats are those of their bits: the compiler would flush denormals.
 //
 // Each kernel is there three times: for blocks of up to 128 elements and of up to 256, of which a warp has one, with as
@@ -256,9 +256,9 @@ struct IntCompression {
     Coding how;
     const float* error;  // null without feedback
     float* new_error;
-    u8* wire;
-    const u8* live;            // null: all
-    i64 stride, live_stride;  // of the rows of error and new_error, and of live
+    u8* payload;
+    const u8* active;            // null: all
+    i64 stride, active_stride;  // of the rows of error and new_error, and of active
 };
 
 // Compresses z, the items of this thread.
@@ -274,16 +274,16 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
 #pragma unroll
         for (int j = 0; j < ITEMS; ++j) z[j] = add(z[j], e[j]);
     }
-    const u32 alive = present<ITEMS>(to.live ? to.live + tile.row * to.live_stride + tile.start / 8 : nullptr, count);
+    const u32 mask = present<ITEMS>(to.active ? to.active + tile.row * to.active_stride + tile.start / 8 : nullptr, count);
     float y[ITEMS];
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-        if (!(alive >> j & 1)) z[j] = 0.0f;
+        if (!(mask >> j & 1)) z[j] = 0.0f;
         y[j] = z[j];
     }
     if (to.how.rotated) rotate<WARP>(y, count, block);
     const u32 there = present<ITEMS>(nullptr, count);
-    const float s = scale_of<KIND, WARP>(y, to.how.rotated ? there : alive, stochastic, to.how.rotated ? float(block) : 1.0f);
+    const float s = scale_of<KIND, WARP>(y, to.how.rotated ? there : mask, stochastic, to.how.rotated ? float(block) : 1.0f);
     const bool good = __float_as_uint(s) - 1 < kInfinity - 1;
     const float inverse = good ? div(1.0f, s) : 0.0f;
     const u32 key = mix(__float_as_uint(s) ^ u32(to.how.seed));
@@ -292,7 +292,7 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
     for (int j = 0; j < ITEMS; ++j) {
         code[j] = good ? code_of<KIND>(y[j], inverse, key, item(j), stochastic) : KIND == 2 ? 2 : 0;
     }
-    u8* row = to.wire + tile.row * to.at.nbytes;
+    u8* row = to.payload + tile.row * to.at.nbytes;
     const i64 codes = 4 * i64(to.at.nblocks);
     store_codes<BITS>(code, there, row + codes + tile.start * BITS / 8);
     if (threadIdx.x == 0 && count > 0) reinterpret_cast<float*>(row)[tile.block] = s;
@@ -305,7 +305,7 @@ __device__ inline void int_encode(const IntCompression& to, const Tile& tile, fl
     for (int j = 0; j < ITEMS; ++j) y[j] = value_of<KIND>(code[j], s);
     if (to.how.rotated) rotate<WARP>(y, count, block);
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) z[j] = alive >> j & 1 ? sub(z[j], y[j]) : 0.0f;
+    for (int j = 0; j < ITEMS; ++j) z[j] = mask >> j & 1 ? sub(z[j], y[j]) : 0.0f;
     store(to.new_error + place, count, z);
 }
 
@@ -382,17 +382,17 @@ __device__ inline void add_int_ranks(const u8* row, const Layout& at, int ranks,
 
 // The mean of rows, in their order; 0 where there is nothing. Every thread of the grid's block must come here.
 template <int KIND, bool WARP, int ITEMS>
-__device__ inline void int_mean(const u8* wires, const Layout& at, const Coding& how, int ranks, const Tile& tile,
+__device__ inline void int_mean(const u8* payloads, const Layout& at, const Coding& how, int ranks, const Tile& tile,
                                 float (&x)[ITEMS]) {
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) x[j] = 0.0f;
     if (tile.count > 0) {
         int rank = 0;
         for (; rank + 4 <= ranks; rank += 4) {
-            add_int_ranks<KIND, 4>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+            add_int_ranks<KIND, 4>(payloads + rank * at.nbytes, at, ranks, rank == 0, tile, x);
         }
         for (; rank < ranks; ++rank) {
-            add_int_ranks<KIND, 1>(wires + rank * at.nbytes, at, ranks, rank == 0, tile, x);
+            add_int_ranks<KIND, 1>(payloads + rank * at.nbytes, at, ranks, rank == 0, tile, x);
         }
     }
     const int there = items_there<ITEMS>(tile.count);
@@ -405,7 +405,7 @@ __device__ inline void int_mean(const u8* wires, const Layout& at, const Coding&
 
 struct IntReduce {
     IntCompression to;
-    const u8* wires;
+    const u8* payloads;
     i64 ranks;
 };
 
@@ -413,23 +413,23 @@ template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_reduce_of(const IntReduce& of) {
     const Tile tile(of.to.at);
     float x[ITEMS];
-    int_mean<KIND, WARP>(of.wires, of.to.at, of.to.how, int(of.ranks), tile, x);
+    int_mean<KIND, WARP>(of.payloads, of.to.at, of.to.how, int(of.ranks), tile, x);
     int_encode<KIND, WARP>(of.to, tile, x);
 }
 
 struct IntDecompression {
     Layout at;
     Coding how;
-    const u8* wire;
+    const u8* payload;
     float* out;
-    const u8* live;  // null: all
+    const u8* active;  // null: all
 };
 
 template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_decompress_of(const IntDecompression& of) {
     constexpr int BITS = bits_of(KIND);
     const Tile tile(of.at);
-    const u8* row = of.wire + tile.row * of.at.nbytes;
+    const u8* row = of.payload + tile.row * of.at.nbytes;
     const u8* codes = row + 4 * i64(of.at.nblocks) + tile.start * BITS / 8;
     const float s = tile.count > 0 ? get_scale(row, tile.block) : 0.0f;
     float x[ITEMS];
@@ -437,10 +437,10 @@ __device__ inline void int_decompress_of(const IntDecompression& of) {
     for (int j = 0; j < ITEMS; ++j) x[j] = item(j) < tile.count ? int_decode<KIND>(int_byte<BITS>(codes, j), s) : 0.0f;
     if (of.how.rotated) rotate<WARP>(x, tile.count, int(of.at.block));
     const i64 mask_bytes = (of.at.n + 7) / 8;
-    const u32 alive = present<ITEMS>(of.live ? of.live + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);
+    const u32 mask = present<ITEMS>(of.active ? of.active + tile.row * mask_bytes + tile.start / 8 : nullptr, tile.count);
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-        if (!(alive >> j & 1)) x[j] = 0.0f;
+        if (!(mask >> j & 1)) x[j] = 0.0f;
     }
     store(of.out + tile.row * of.at.n + tile.start, tile.count, x);
 }
@@ -448,7 +448,7 @@ __device__ inline void int_decompress_of(const IntDecompression& of) {
 struct IntMean {
     Layout at;
     Coding how;
-    const u8* wires;
+    const u8* payloads;
     float* out;
     i64 ranks;
 };
@@ -457,7 +457,7 @@ template <int KIND, bool WARP, int ITEMS>
 __device__ inline void int_decompress_mean_of(const IntMean& of) {
     const Tile tile(of.at);
     float x[ITEMS];
-    int_mean<KIND, WARP>(of.wires, of.at, of.how, int(of.ranks), tile, x);
+    int_mean<KIND, WARP>(of.payloads, of.at, of.how, int(of.ranks), tile, x);
     store(of.out + tile.start, tile.count, x);
 }
 

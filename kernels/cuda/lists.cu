@@ -18,12 +18,12 @@ extern "C" __global__ void pack_nonzero(const __grid_constant__ Mask of) {
     store_bits(mine, of.bits + tile.start / 8, tile.count);
 }
 
-extern "C" __global__ void zero_dead(const __grid_constant__ Mask of) {
+extern "C" __global__ void zero_inactive(const __grid_constant__ Mask of) {
     const Tile tile(of.at);
-    const u32 alive = present(of.bits + tile.start / 8, tile.count);
+    const u32 mask = present(of.bits + tile.start / 8, tile.count);
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
-        if (item(j) < tile.count && !(alive >> j & 1)) of.x[tile.start + item(j)] = 0.0f;
+        if (item(j) < tile.count && !(mask >> j & 1)) of.x[tile.start + item(j)] = 0.0f;
     }
 }
 

@@ -1,7 +1,7 @@
 // Numbers: float arithmetic rounded once, to nearest, as IEEE 754 has it, and the 16-bit formats.
 //
 // Written as instructions because the options of the compiler are not ours: CuPy lets it flush denormals to zero, and it
-// may fuse multiplications with additions. The residual has to be what the wire leaves, to the last bit.
+// may fuse multiplications with additions. The residual has to be what the payload leaves, to the last bit.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -1,4 +1,4 @@
-// Top-k by threshold: what is sent, what stays, and what rows on the wire stand for. The format is stated in
+// Top-k by threshold: what is sent, what stays, and what rows of a payload stand for. The format is stated in
 // commopt/ops/threshold.py. A warp works on a chunk, of which it has element 32 j + lane in lane `lane`.
 //
 // Five rounds of the search are one pass over the elements: it counts those that reach any of the 31 thresholds that the
@@ -40,14 +40,14 @@ struct ThresholdCompression {
     const float* x;
     const float* error;  // null without feedback
     float* new_error;
-    u8* wire;
-    const u8* live;            // null: all
+    u8* payload;
+    const u8* active;            // null: all
     ThresholdSearch* search;   // of each row
     double* sums;              // of each chunk of each row: of magnitudes
     u32* extremes;             // its largest magnitude; how many of it are not finite
     int* counts;               // 32: how many reach each of the thresholds; then [0]: that are sent for sure, [1]: maybe
     i64* before;               // [0]: entries before the chunk; [1]: elements before it that are sent maybe
-    i64 rows, x_stride, error_stride, new_error_stride, live_stride;
+    i64 rows, x_stride, error_stride, new_error_stride, active_stride;
     i64 levels, next;  // rounds of the pass that was (0: the mean), and of the one that is to come (0: none)
 };
 
@@ -59,17 +59,17 @@ __device__ inline u32 threshold_reaching(double t) {
 // The elements of a chunk: as given, or as the first pass has left them in the place of the residual.
 struct ThresholdItems {
     const float* from;
-    const u8* live;
+    const u8* active;
     int length;
 
     __device__ ThresholdItems(const ThresholdCompression& of, i64 row, i64 chunk) {
         const i64 start = chunk * kSummed;
         from = of.error == nullptr ? of.x + row * of.x_stride + start : of.new_error + row * of.new_error_stride + start;
-        live = of.live == nullptr || of.error != nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
+        active = of.active == nullptr || of.error != nullptr ? nullptr : of.active + row * of.active_stride + start / 8;
         length = of.at.length(chunk);
     }
     __device__ float get(int i) const {
-        return i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1) ? from[i] : 0.0f;
+        return i < length && (active == nullptr || active[i >> 3] >> (i & 7) & 1) ? from[i] : 0.0f;
     }
 };
 
@@ -84,7 +84,7 @@ extern "C" __global__ void threshold_measure(const __grid_constant__ ThresholdCo
     const float* x = of.x + row * of.x_stride + start;
     const float* error = of.error == nullptr ? nullptr : of.error + row * of.error_stride + start;
     float* rest = of.error == nullptr ? nullptr : of.new_error + row * of.new_error_stride + start;
-    const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
+    const u8* active = of.active == nullptr ? nullptr : of.active + row * of.active_stride + start / 8;
     double sum = 0.0;
     u32 largest = 0, wild = 0;
     for (int first = 0; first < length; first += 32 * kItems) {
@@ -92,8 +92,8 @@ extern "C" __global__ void threshold_measure(const __grid_constant__ ThresholdCo
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {  // all loads before the first store, which may be to the same places
             const int i = first + 32 * j + lane();
-            const bool alive = i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1);
-            z[j] = !alive ? 0.0f : error == nullptr ? x[i] : add(x[i], error[i]);
+            const bool is_active = i < length && (active == nullptr || active[i >> 3] >> (i & 7) & 1);
+            z[j] = !is_active ? 0.0f : error == nullptr ? x[i] : add(x[i], error[i]);
         }
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {
@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     }
     sure = block_before(sure);
     maybe = block_before(maybe);
-    u8* to = of.wire + row * of.at.nbytes;
+    u8* to = of.payload + row * of.at.nbytes;
     const i64 lacking = of.search[row].lacking;
     for (i64 chunk = first; chunk < end; ++chunk) {
         const i64 index = row * chunks + chunk, entry = sure + (maybe < lacking ? maybe : lacking);
@@ -346,7 +346,7 @@ extern "C" __global__ void threshold_encode(const __grid_constant__ ThresholdCom
     const i64 row = index / chunks, start = index % chunks * kSummed;
     const ThresholdSearch& search = of.search[row];
     const ThresholdItems items(of, row, index % chunks);
-    u8* to = of.wire + row * of.at.nbytes;
+    u8* to = of.payload + row * of.at.nbytes;
     u16* codes = reinterpret_cast<u16*>(to + of.at.values_at);
     u16* indices = reinterpret_cast<u16*>(to + of.at.indices_at);
     float* rest = of.error == nullptr ? nullptr : of.new_error + row * of.new_error_stride + start;
@@ -381,13 +381,13 @@ extern "C" __global__ void threshold_encode(const __grid_constant__ ThresholdCom
     }
 }
 
-// Rows of `ranks` wires each, of which the mean is taken.
+// Rows of `ranks` payloads each, of which the mean is taken.
 struct ThresholdDecompression {
     ThresholdLayout at;
-    const u8* wire;
+    const u8* payload;
     float* out;
-    const u8* live;  // null: all
-    i64 rows, ranks, out_stride, live_stride;
+    const u8* active;  // null: all
+    i64 rows, ranks, out_stride, active_stride;
 };
 
 // A segment, by a block.
@@ -397,10 +397,10 @@ extern "C" __global__ void threshold_decompress(const __grid_constant__ Threshol
     const i64 row = blockIdx.x / at.segments, segment = blockIdx.x % at.segments, start = segment * kIndexed;
     const i64 length = at.n - start < kIndexed ? at.n - start : kIndexed;
     float* out = of.out + row * of.out_stride + start;
-    const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
+    const u8* active = of.active == nullptr ? nullptr : of.active + row * of.active_stride + start / 8;
     for (i64 i = threadIdx.x; i < length; i += blockDim.x) out[i] = 0.0f;
     for (i64 rank = 0; rank < of.ranks; ++rank) {
-        const u8* from = of.wire + (row * of.ranks + rank) * at.nbytes;
+        const u8* from = of.payload + (row * of.ranks + rank) * at.nbytes;
         const u16* codes = reinterpret_cast<const u16*>(from + at.values_at);
         const u16* indices = reinterpret_cast<const u16*>(from + at.indices_at);
         u32 start_here = 0;
@@ -422,7 +422,7 @@ extern "C" __global__ void threshold_decompress(const __grid_constant__ Threshol
         }
         for (i64 entry = first + threadIdx.x; entry < end; entry += blockDim.x) {
             const i64 i = indices[entry];
-            if (i >= length || (live != nullptr && !(live[i >> 3] >> (i & 7) & 1))) continue;
+            if (i >= length || (active != nullptr && !(active[i >> 3] >> (i & 7) & 1))) continue;
             if (entry > first && i <= i64(indices[entry - 1])) continue;
             const float v = Number<kBfloat16>::get(codes[entry]);
             out[i] = add(out[i], of.ranks > 1 ? div(v, float(int(of.ranks))) : v);

@@ -1,4 +1,4 @@
-// Top-k of chunks: what is sent, what stays, and what rows on the wire stand for. The format is stated in
+// Top-k of chunks: what is sent, what stays, and what rows of a payload stand for. The format is stated in
 // commopt/ops/top_k.py. A team works on a chunk: a warp on a small one, all warps of a block on a larger one, each on a
 // run of its elements, of which it has element 32 j + lane in lane `lane`.
 
@@ -42,11 +42,11 @@ struct TopKCompression {
     const float* x;
     const float* error;  // null without feedback
     float* new_error;
-    u8* wire;
-    const u8* live;  // null: all
+    u8* payload;
+    const u8* active;  // null: all
     float* kept;     // of each entry its value; 0: it carries nothing
     double* means;   // of each group its mean magnitude, before it is rounded
-    i64 rows, x_stride, error_stride, new_error_stride, live_stride;
+    i64 rows, x_stride, error_stride, new_error_stride, active_stride;
 };
 
 __device__ inline u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
@@ -95,7 +95,7 @@ __device__ inline int team_count(int mine) {
 template <bool WARP, bool REGISTERS>
 struct ChunkItems {
     const float* from;
-    const u8* live;
+    const u8* active;
     int length;
     float z[kItems];
 
@@ -105,7 +105,7 @@ struct ChunkItems {
     __device__ int place(int j) const { return (WARP ? 0 : int(threadIdx.x >> 5) * 32 * items()) + 32 * j + lane(); }
 
     __device__ float given(int i) const {
-        return i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1) ? from[i] : 0.0f;
+        return i < length && (active == nullptr || active[i >> 3] >> (i & 7) & 1) ? from[i] : 0.0f;
     }
     __device__ float get(int j) const { return REGISTERS ? z[j] : given(place(j)); }
 
@@ -120,8 +120,8 @@ struct ChunkItems {
 // z of a chunk. Where there is a residual, it is written in its place, and what is not in registers is read from there.
 template <bool WARP, bool REGISTERS>
 __device__ inline ChunkItems<WARP, REGISTERS> chunk_items(const TopKCompression& of, i64 row, i64 start, int length) {
-    const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + start / 8;
-    ChunkItems<WARP, REGISTERS> out = {of.x + row * of.x_stride + start, live, length, {}};
+    const u8* active = of.active == nullptr ? nullptr : of.active + row * of.active_stride + start / 8;
+    ChunkItems<WARP, REGISTERS> out = {of.x + row * of.x_stride + start, active, length, {}};
     const float* error = of.error == nullptr ? nullptr : of.error + row * of.error_stride + start;
     float* rest = of.error == nullptr ? nullptr : of.new_error + row * of.new_error_stride + start;
     if (!REGISTERS && error == nullptr) return out;
@@ -131,8 +131,8 @@ __device__ inline ChunkItems<WARP, REGISTERS> chunk_items(const TopKCompression&
         const int i = out.place(j);
         float z = 0.0f;
         if (i < length) {
-            const bool alive = live == nullptr || live[i >> 3] >> (i & 7) & 1;
-            if (alive) z = error == nullptr ? out.from[i] : add(out.from[i], error[i]);
+            const bool is_active = active == nullptr || active[i >> 3] >> (i & 7) & 1;
+            if (is_active) z = error == nullptr ? out.from[i] : add(out.from[i], error[i]);
             if (!REGISTERS) rest[i] = z;
         }
         if (REGISTERS) loaded[j] = z;
@@ -153,7 +153,7 @@ template <bool WARP, bool REGISTERS>
 __device__ inline void select_entries(const TopKCompression& of, i64 row, i64 c) {
     const TopKLayout& at = of.at;
     const ChunkItems<WARP, REGISTERS> chunk = chunk_items<WARP, REGISTERS>(of, row, c * at.chunk, int(at.length(c)));
-    u8* to = of.wire + row * at.nbytes;
+    u8* to = of.payload + row * at.nbytes;
     float* kept = of.kept + row * at.entries + c * at.k;
     const i64 entry = c * at.k;
     const int k = int(at.k), count = int(at.count(c));
@@ -257,7 +257,7 @@ extern "C" __global__ void topk_scales(const __grid_constant__ TopKCompression o
     const i64 row = divided(index, at.groups), g = index - row * at.groups, size = at.group * at.k;
     const float* kept = of.kept + row * at.entries;
     const i64 first = g * size, end = first + size < at.entries ? first + size : at.entries;
-    float* scales = reinterpret_cast<float*>(of.wire + row * at.nbytes) + at.scales * g;
+    float* scales = reinterpret_cast<float*>(of.payload + row * at.nbytes) + at.scales * g;
     if (at.bits == 8) {
         u32 largest = 0;
         for (i64 i = first + lane(); i < end; i += 32) {
@@ -307,7 +307,7 @@ extern "C" __global__ void topk_encode(const __grid_constant__ TopKCompression o
     if (index >= of.rows * octets) return;
     const i64 row = divided(index, octets), first = (index - row * octets) * 8, left = at.entries - first;
     const int count = int(left < 8 ? left : 8);
-    u8* to = of.wire + row * at.nbytes;
+    u8* to = of.payload + row * at.nbytes;
     u8* values = to + at.values_at;
     const float* kept = of.kept + row * at.entries;
     if (first == 0) {
@@ -348,13 +348,13 @@ extern "C" __global__ void topk_encode(const __grid_constant__ TopKCompression o
     }
 }
 
-// Rows of `ranks` wires each, of which the mean is taken.
+// Rows of `ranks` payloads each, of which the mean is taken.
 struct TopKDecompression {
     TopKLayout at;
-    const u8* wire;
+    const u8* payload;
     float* out;
-    const u8* live;  // null: all
-    i64 rows, ranks, out_stride, live_stride;
+    const u8* active;  // null: all
+    i64 rows, ranks, out_stride, active_stride;
 };
 
 // Of a chunk, entry j of one rank: where it goes, and what it adds.
@@ -362,14 +362,14 @@ struct TopKEntry {
     i64 to;  // -1: nowhere
     float value;
 
-    __device__ TopKEntry(const TopKDecompression& of, const u8* from, const u8* live, i64 c, i64 group, i64 j) {
+    __device__ TopKEntry(const TopKDecompression& of, const u8* from, const u8* active, i64 c, i64 group, i64 j) {
         const TopKLayout& at = of.at;
         const i64 length = at.length(c), count = at.count(c), entry = c * at.k + j;
         to = -1;
         value = 0.0f;
         if (j >= count) return;
         const i64 i = at.get_index(from, entry), beside = at.get_index(from, j > 0 ? entry - 1 : count > 1 ? entry + 1 : entry);
-        bool counts = i < length && (live == nullptr || live[i >> 3] >> (i & 7) & 1);
+        bool counts = i < length && (active == nullptr || active[i >> 3] >> (i & 7) & 1);
         if (j > 0) counts = counts && i > beside;
         if (j == 0 && count > 1) counts = counts && i <= beside;
         if (!counts) return;
@@ -387,15 +387,15 @@ extern "C" __global__ void topk_decompress(const __grid_constant__ TopKDecompres
     const i64 row = divided(index, at.chunks), c = index - row * at.chunks, group = divided(c, at.group);
     const int length = int(at.length(c)), count = int(at.count(c)), ranks = int(of.ranks);
     float* out = of.out + row * of.out_stride + c * at.chunk;
-    const u8* live = of.live == nullptr ? nullptr : of.live + row * of.live_stride + c * at.chunk / 8;
-    const u8* from = of.wire + row * of.ranks * at.nbytes;
+    const u8* active = of.active == nullptr ? nullptr : of.active + row * of.active_stride + c * at.chunk / 8;
+    const u8* from = of.payload + row * of.ranks * at.nbytes;
 #pragma unroll 8
     for (int i = lane(); i < length; i += 32) out[i] = 0.0f;
     if (count > 32) {
         for (int rank = 0; rank < ranks; ++rank) {
             __syncwarp();  // before it, other lanes have written these elements
             for (int j = lane(); j < count; j += 32) {
-                const TopKEntry entry(of, from + rank * at.nbytes, live, c, group, j);
+                const TopKEntry entry(of, from + rank * at.nbytes, active, c, group, j);
                 if (entry.to >= 0) out[entry.to] = add(out[entry.to], entry.value);
             }
         }
@@ -404,7 +404,7 @@ extern "C" __global__ void topk_decompress(const __grid_constant__ TopKDecompres
     const int at_once = 32 / count, mine = lane() / count;
     for (int first = 0; first < ranks; first += at_once) {
         const bool has = mine < at_once && first + mine < ranks;
-        const TopKEntry entry(of, from + (first + mine) * at.nbytes, live, c, group, has ? lane() - mine * count : count);
+        const TopKEntry entry(of, from + (first + mine) * at.nbytes, active, c, group, has ? lane() - mine * count : count);
         for (int rank = 0; rank < at_once && first + rank < ranks; ++rank) {
             __syncwarp();
             if (rank == mine && entry.to >= 0) out[entry.to] = add(out[entry.to], entry.value);
@@ -414,7 +414,7 @@ extern "C" __global__ void topk_decompress(const __grid_constant__ TopKDecompres
 
 struct TopKSoundness {
     TopKLayout at;
-    const u8* wire;
+    const u8* payload;
     u8* sound;  // 1; 0 is written if rows are not such as compression makes of finite numbers
     i64 rows;
 };
@@ -428,7 +428,7 @@ extern "C" __global__ void topk_find_unsound(const __grid_constant__ TopKSoundne
     if (index >= of.rows * at.chunks) return;
     const i64 which = divided(index, at.chunks), c = index - which * at.chunks, group = divided(c, at.group);
     const i64 length = at.length(c), count = at.count(c), entry = c * at.k;
-    const u8* row = of.wire + which * at.nbytes;
+    const u8* row = of.payload + which * at.nbytes;
     const i64 first = count > 1 ? 1 : at.wide == 2 ? length & 0xFFFF : length & 0xFF;  // where there are no entries
     bool ascends = true, nothing = true, finite = true;
     for (i64 j = lane(); j < count; j += 32) {

@@ -40,7 +40,7 @@ inline u16 float_to_half(float a) {
     return bits;
 }
 
-#include "wire.cuh"
+#include "payload.cuh"
 //
 #include "runs.cuh"
 //
@@ -75,7 +75,7 @@ Kernel describe(const char* name, void (*kernel)(Argument)) {
 const Kernel kernels[] = {
     KERNEL(sign_compress),   KERNEL(sign_compress_momentum), KERNEL(sign_reduce),          KERNEL(sign_scales),
     KERNEL(sign_residuals),  KERNEL(sign_decompress),        KERNEL(sign_decompress_mean), KERNEL(sign_decompress_adam),
-    KERNEL(momentum),        KERNEL(pack_nonzero),           KERNEL(zero_dead),            KERNEL(square_sum),
+    KERNEL(momentum),        KERNEL(pack_nonzero),           KERNEL(zero_inactive),            KERNEL(square_sum),
     KERNEL(total),           KERNEL(frozen_adam),
     INTEGER_KERNELS(int_compress), INTEGER_KERNELS(int_compress_momentum), INTEGER_KERNELS(int_reduce),
     INTEGER_KERNELS(int_decompress), INTEGER_KERNELS(int_decompress_mean),

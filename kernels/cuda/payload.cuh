@@ -1,4 +1,4 @@
-// Rows on the wire (the format is stated in commopt/ops/sign.py), and who works on what of them.
+// Rows of a payload (the format is stated in commopt/ops/sign.py), and who works on what of them.
 //
 // A tile is a run of elements of a row that lies in one block. A team of threads works on one tile: a warp has
 // 32 * kItems elements in a row, of which item j of a lane is the 32 j + lane-th. So all loads and stores of a warp are
@@ -18,7 +18,7 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 struct Layout {
     i64 n;       // elements of a row
     i64 block;   // elements that share a scale
-    i64 nbytes;  // of a row on the wire
+    i64 nbytes;  // of a row in the payload
     u32 nblocks, tiles_per_block;
     u32 tile;         // elements, at most
     u32 first, last;  // the launch does the tiles [first, last), counted over all rows
@@ -108,15 +108,15 @@ __device__ inline void store(float* x, int count, const float (&from)[ITEMS]) {
     }
 }
 
-// Bit j: whether item j is there and alive. live (null: all are) is that of the tile.
+// Bit j: whether item j is there and active. active (null: all are) is that of the tile.
 template <int ITEMS = kItems>
-__device__ inline u32 present(const u8* live, int count) {
+__device__ inline u32 present(const u8* active, int count) {
     const u32 there = (1u << items_there<ITEMS>(count)) - 1;
-    if (live == nullptr) return there;
+    if (active == nullptr) return there;
     u32 out = 0;
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-        if (there >> j & 1 && live[item(j) >> 3] >> (item(j) & 7) & 1) out |= 1u << j;
+        if (there >> j & 1 && active[item(j) >> 3] >> (item(j) & 7) & 1) out |= 1u << j;
     }
     return out;
 }

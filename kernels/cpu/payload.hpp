@@ -1,4 +1,4 @@
-// Rows on the wire. The format is stated in commopt/ops/sign.py.
+// Rows of a payload. The format is stated in commopt/ops/sign.py.
 #pragma once
 
 #include <cstring>
@@ -62,14 +62,14 @@ void each_chunk(int64_t rows, int64_t n, int64_t work, int threads, const Use& u
 // The mean of rows, in rank order.
 struct Mean {
     Layout at;  // its rows are the ranks
-    const uint8_t* wires;
+    const uint8_t* payloads;
     const Kernels& k = kernels();
 
     void write(int64_t i, int64_t n, float* out, bool stream) const {
         float shares[kMaxRanks];
         for (int64_t first = 0; first < at.rows; first += kMaxRanks) {
             const int some = int(at.rows - first < kMaxRanks ? at.rows - first : kMaxRanks);
-            const uint8_t* row = wires + first * at.nbytes;
+            const uint8_t* row = payloads + first * at.nbytes;
             for (int j = 0; j < some; ++j) shares[j] = get_scale(row + j * at.nbytes, i / at.block) / float(at.rows);
             k.decode_mean(row + at.signs() + i / 8, at.nbytes, shares, some, first == 0, out, n, stream);
         }

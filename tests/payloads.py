@@ -1,4 +1,4 @@
-"""What kernels are tested with: floats that have gone wrong somewhere before, masks, and wires."""
+"""What kernels are tested with: floats that have gone wrong somewhere before, masks, and payloads."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def flushed_denormals() -> Iterator[None]:
 
 
 def mask_bits(kind: str, rows: int, n: int, rng: np.random.Generator) -> Tensor | None:
-    """A live mask, or None. "blocks" has runs of dead elements longer than any vector."""
+    """An active mask, or None. "blocks" has runs of inactive elements longer than any vector."""
     if kind == "none":
         return None
     if kind == "blocks":
-        alive = np.repeat(rng.random((rows, n // 64 + 1)) < 0.5, 64, axis=1)[:, :n]
+        is_active = np.repeat(rng.random((rows, n // 64 + 1)) < 0.5, 64, axis=1)[:, :n]
     else:
-        alive = rng.random((rows, n)) < {"some": 0.7, "all": 1.0, "dead": 0.0}[kind]
-    return torch.from_numpy(np.packbits(alive, axis=1, bitorder="little"))
+        is_active = rng.random((rows, n)) < {"some": 0.7, "all": 1.0, "inactive": 0.0}[kind]
+    return torch.from_numpy(np.packbits(is_active, axis=1, bitorder="little"))
 
 
 def unpacked(bits: Tensor, n: int) -> np.ndarray:
     return np.unpackbits(bits.numpy(), axis=-1, bitorder="little", count=n).astype(bool)
 
 
-def new_wire(rows: int, n: int, block: int) -> Tensor:
-    """A wire full of rubbish, every byte of which has to be written."""
+def new_payload(rows: int, n: int, block: int) -> Tensor:
+    """A payload full of rubbish, every byte of which has to be written."""
     return torch.full((rows, ops.sign_nbytes(n, block)), 0xA5, dtype=torch.uint8)
 
 
