@@ -27,6 +27,8 @@ ROOMS = [
     "optim",
     "outer",
     "gradients",
+    "ddp_attachment",
+    "hsdp_attachment",
     "attach",
     "integrations",
     "arguments",
