@@ -306,6 +306,26 @@ def test_a_part_whose_parameters_have_had_no_gradient_yet_refuses_no_round():
         assert momentum.tolist() == pytest.approx([((0.9 * 2 + 2) + 1) / 2] * 3)
 
 
+@pytest.mark.parametrize("shapes", [[(3,), (4, 3)], [(4, 3), (3,)]])
+def test_a_name_that_the_state_has_of_some_shapes_alone_is_one_of_the_base(shapes):
+    """As of Adafactor, whose second moments are shaped like vectors, and of matrices are not: whichever come first."""
+
+    def run(backend):
+        params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        settings = {"lr": 0.1, "period": 1, "state_period": {"variance": 1}}
+        optimizer = LocalSGD(params, torch.optim.Adafactor, backend=backend, **settings)
+        for p in params:
+            p.grad = torch.full_like(p, 1.0 + backend.rank)
+        optimizer.step()
+        (vector,) = [optimizer.base.state[p]["variance"].clone() for p in params if p.dim() == 1]
+        return vector
+
+    first, second = on_threads(2, run)
+    assert torch.equal(first, second)
+    with pytest.raises(ValueError, match=r"state_period\['variance'\]: .* has no tensor of that name"):
+        LocalSGD([nn.Parameter(torch.ones(4, 3))], torch.optim.Adafactor, lr=0.1, state_period={"variance": 1})
+
+
 @pytest.mark.parametrize("frozen", [[0, 1], [1]])
 def test_a_name_that_only_a_frozen_group_has_is_one_of_the_base(frozen):
     """As hidden matrices that are frozen at first, on all ranks or by mistake on one: their state comes later."""

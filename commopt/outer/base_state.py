@@ -70,17 +70,18 @@ def lacking(base: torch.optim.Optimizer, names: Sequence[str]) -> ValueError | N
 
 
 def _shaped_in(base: torch.optim.Optimizer) -> set[str] | None:
-    """The names of what ``base`` has, or will have, shaped like its parameters; None if that is not known. A group
-    that has no state yet may be frozen for a while."""
+    """The names of what ``base`` has, or will have, shaped like its parameters; None if that is not known. Of a shape
+    that has no state yet, one parameter of a group is like the others: it may be frozen for a while."""
     shaped: set[str] = set()
     for group in base.param_groups:
-        params = sorted((p for p in group["params"] if p.dim()), key=lambda p: not p.requires_grad)
-        entries = [(p, base.state[p]) for p in params if base.state.get(p)]
-        if not entries and params and not isinstance(base, PackedOptimizer):  # one of a group is like the others
-            known = state_known_of(base, params[0], local(params[0].detach()))
+        entries = [(p, base.state[p]) for p in group["params"] if base.state.get(p)]
+        there = {p.shape for p, _ in entries}
+        first = {p.shape: p for p in sorted(group["params"], key=lambda p: p.requires_grad) if p.shape not in there}
+        for p in [p for p in first.values() if p.dim() and not isinstance(base, PackedOptimizer)]:
+            known = state_known_of(base, p, local(p.detach()))
             if known is None:
                 return None
-            entries = [(params[0], known)]
+            entries.append((p, known))
         shaped = shaped.union(*(_shaped_like(local(p.detach()), entry) for p, entry in entries))
     return shaped
 
