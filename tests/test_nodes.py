@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -38,7 +39,7 @@ from worlds import (
     train,
 )  # fmt: skip
 
-from commopt import OneBitAdam, attach, compress_gradients
+from commopt import DiLoCo, OneBitAdam, attach, compress_gradients
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import (
     LocalBackend,
@@ -450,6 +451,38 @@ def test_with_other_nodes_residuals_are_kept(old, new):
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-15)
         total += before.abs().sum().item()
     assert total > 0
+
+
+@pytest.mark.parametrize(
+    "make", [partial(OneBitAdam, freeze_step=3), partial(DiLoCo, period=4)], ids=["steps", "rounds"]
+)
+def test_the_same_nodes_take_their_own_parts_whether_they_are_counted_or_not(make):
+    """Those who resume in the same world need not say how many nodes there are."""
+    settings = {"lr": 1e-2, "bucket_mb": 3e-4, "compressor": Sign(block=16)}
+
+    def whole(backend):
+        model = Toy()
+        optimizer = make(model.parameters(), backend=backend.nodes(2), **settings)
+        train(model, optimizer, range(6), backend.rank, 4)
+        saved = copy.deepcopy((model.state_dict(), *split_state_dict(optimizer.state_dict())))
+        train(model, optimizer, range(6, 9), backend.rank, 4)
+        return saved, params_of(model)
+
+    runs = on_threads(4, whole)
+    parts = [mine for (_, _, mine), _ in runs]
+
+    def resumed(backend, nodes):
+        (weights, replicated, _), _ = runs[0]
+        model = Toy(seed=9)
+        model.load_state_dict(weights)
+        optimizer = make(model.parameters(), backend=backend.nodes(2), **settings)
+        optimizer.load_state_dict(join_state_dict(replicated, parts, backend.rank, 4, nodes))
+        train(model, optimizer, range(6, 9), backend.rank, 4)
+        return params_of(model)
+
+    for nodes in (None, 2):
+        for again, (_, params) in zip(on_threads(4, partial(resumed, nodes=nodes)), runs):
+            assert same_bits(again, params)
 
 
 def test_other_nodes_of_as_many_ranks_do_not_take_the_residuals_for_their_own(caplog):

@@ -58,7 +58,8 @@ def join_state_dict(
         rank_locals: the other part of every rank that took part in the save, by rank.
         rank: of the rank that will load the result.
         world_size: of the world that will load it.
-        nodes: how many nodes its ranks are grouped by (:class:`commopt.comm.NodesBackend`); None: they are not.
+        nodes: how many nodes its ranks are grouped by (:class:`commopt.comm.NodesBackend`); None: as many as when the
+            parts were saved, if its ranks are as many, else they are not grouped.
 
     Raises:
         ValueError: if ``rank_locals`` are not those of ranks 0, 1, ... of one world.
@@ -75,7 +76,7 @@ def join_state_dict(
         together = {**_merge_pieces(rank_locals), "rank": MERGED}
         own = rank_locals[rank] if len(saved) == world_size else together
         return {**replicated, "residuals": own, TOGETHER: together}
-    same = (len(saved), _nodes(rank_locals[0])) == (world_size, nodes or world_size)
+    same = len(saved) == world_size and nodes in (None, _nodes(rank_locals[0]))
     mine = rank_locals[rank] if same else _merge(rank_locals)
     return {**replicated, "residuals": mine}
 
