@@ -11,6 +11,10 @@ from torch import Tensor
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_longlong
 
+Served = Any
+"""What a provider returns: what the operator does, or ``NotImplemented`` for arguments that it leaves to the reference,
+having done nothing."""
+
 SENT_AND_LEFT: list[tuple[str, Any]] = [(name, _P) for name in ("x", "error", "new_error", "payload", "active")]
 """Fields of what is compressed with entries that have indices, see :mod:`commopt.ops.top_k`."""
 STRIDES: list[tuple[str, Any]] = [

@@ -1,11 +1,12 @@
 """The operator catalogue: the name, the schema and the fake of every operator of the ``commopt`` namespace.
 
-A provider is a function with the signature of the schema, registered for a device by
-``torch.library.register_kernel``. The reference serves every device that has no provider of its own.
+A provider is a function with the signature of the schema, registered for a device. The reference serves every device
+that has no provider of its own, and arguments for which a provider returns ``NotImplemented``, having done nothing.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,20 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 
 PROVIDERS: dict[str, dict[str, str]] = {name: {} for name in SCHEMAS}
 """Providers of each operator on each device: {operator: {device: provider}}."""
+
+
+def with_reference(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Providers by operator, each with the reference for what it leaves to that."""
+    return {name: _with_reference(function, REFERENCES[name]) for name, function in functions.items()}
+
+
+def _with_reference(function: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def serve(*arguments: Any) -> Any:
+        out = function(*arguments)
+        return reference(*arguments) if out is NotImplemented else out
+
+    return serve
 
 
 def register(name: str, device: str, provider: str, function: Callable[..., Any]) -> None:

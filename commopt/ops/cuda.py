@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from commopt.ops import catalogue, cuda_integers, cuda_threshold, cuda_top_k, reference
 from commopt.ops import tiles as t
-from commopt.ops.arguments import pointer, serves, strides
+from commopt.ops.arguments import Served, pointer, serves, strides
 from commopt.ops.cuda_module import launch, provider, with_warning
 
 SUM_TILE = 16384
@@ -85,17 +84,17 @@ def _compress_rows(
         _compress("sign_compress", [piece], tiling, error, new_error, payload, norm, active)
 
 
-def _sign_compress(x: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None) -> None:
+def _sign_compress(x: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None) -> Served:
     if not serves(x, payload):
-        return reference.sign_compress(x, payload, block, norm, active)
+        return NotImplemented
     _compress_rows(x, None, None, payload, block, norm, active)
 
 
 def _sign_compress_with_feedback(
     x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None
-) -> None:
+) -> Served:
     if not serves(x, payload):
-        return reference.sign_compress_with_feedback(x, error, new_error, payload, block, norm, active)
+        return NotImplemented
     _compress_rows(x, error, new_error, payload, block, norm, active)
 
 
@@ -113,15 +112,13 @@ def _sign_compress_momentum(
     active: Tensor | None,
     start: int,
     stop: int,
-) -> None:
+) -> Served:
     rows, n = payload.shape[0], stop - start
     if n == 0:
         return
     mine = t.contiguous(grads) if serves(m, payload) else None
     if mine is None:
-        return reference.sign_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, payload, block, norm, active, start, stop
-        )
+        return NotImplemented
     m, error, new_error = (t.columns(x, rows, start, stop) for x in (m, error, new_error))
     active = None if active is None else t.columns(active, rows, start, stop, 8)
     offsets, stride = [o - start for o in offsets], m.stride(0)
@@ -141,9 +138,9 @@ def _sign_compress_momentum(
 
 def _sign_reduce(
     payloads: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, active: Tensor | None = None
-) -> None:
+) -> Served:
     if not serves(error, payloads, own):
-        return reference.sign_reduce(payloads, error, new_error, own, block, norm, active)
+        return NotImplemented
     ranks, nbytes = payloads.shape
     if error.shape[0]:
         tiling = t.Tiling.of(1, error.shape[0], block, nbytes)
@@ -161,9 +158,9 @@ def _decompression(
     return t.Decompression(tiling.layout(first, last), *pointers, *strides(out, active))
 
 
-def _sign_decompress(payload: Tensor, out: Tensor, block: int, active: Tensor | None = None) -> None:
+def _sign_decompress(payload: Tensor, out: Tensor, block: int, active: Tensor | None = None) -> Served:
     if not serves(out, payload):
-        return reference.sign_decompress(payload, out, block, active)
+        return NotImplemented
     if out.numel():
         tiling = t.Tiling.of(out.shape[0], out.shape[1], block, payload.shape[1])
         argument = _decompression(tiling, 0, tiling.tiles, payload, out, active)
@@ -209,9 +206,9 @@ def _sign_decompress_adam_(
     _write_back(params, mine)
 
 
-def _sign_decompress_mean(payload: Tensor, out: Tensor, block: int) -> None:
+def _sign_decompress_mean(payload: Tensor, out: Tensor, block: int) -> Served:
     if not serves(out, payload):
-        return reference.sign_decompress_mean(payload, out, block)
+        return NotImplemented
     ranks, nbytes = payload.shape
     if out.shape[0]:
         tiling = t.Tiling.of(1, out.shape[0], block, nbytes)
@@ -229,22 +226,22 @@ def _mask(name: str, x: Tensor, bits: Tensor) -> None:
         tiling.launch(name, argument, x.device, 0, tiling.tiles)
 
 
-def _pack_nonzero(x: Tensor, bits: Tensor) -> None:
+def _pack_nonzero(x: Tensor, bits: Tensor) -> Served:
     if x.dtype != torch.float32:
-        return reference.pack_nonzero(x, bits)
+        return NotImplemented
     _mask("pack_nonzero", x, bits)
 
 
-def _zero_inactive_(x: Tensor, bits: Tensor) -> None:
+def _zero_inactive_(x: Tensor, bits: Tensor) -> Served:
     if x.dtype != torch.float32:
-        return reference.zero_inactive_(x, bits)
+        return NotImplemented
     _mask("zero_inactive", x, bits)
 
 
-def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
+def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> Served:
     mine = t.contiguous(grads) if m.dtype == torch.float32 else None
     if mine is None:
-        return reference.momentum(m, grads, offsets, beta, alpha, out)
+        return NotImplemented
     if m.shape[0]:
         t.momentum_rows(t.flat(m.shape[0]), m, 0, mine, offsets, beta, alpha, out.view(1, -1))
 
@@ -337,24 +334,26 @@ def _frozen_adam_apply_(
     _write_back(moved, [mine[0] for mine in copies])
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
-    "sign_compress": _sign_compress,
-    "sign_compress_with_feedback": _sign_compress_with_feedback,
-    "sign_compress_momentum": _sign_compress_momentum,
-    "sign_reduce": _sign_reduce,
-    "sign_decompress": _sign_decompress,
-    "sign_decompress_mean": _sign_decompress_mean,
-    "sign_decompress_adam_": _sign_decompress_adam_,
-    "pack_nonzero": _pack_nonzero,
-    "zero_inactive_": _zero_inactive_,
-    "square_sum": _square_sum,
-    "square_sums": _square_sums,
-    "momentum": _momentum,
-    "frozen_adam_apply_": _frozen_adam_apply_,
-    **cuda_integers.KERNELS,
-    **cuda_threshold.KERNELS,
-    **cuda_top_k.KERNELS,
-}
+KERNELS = catalogue.with_reference(
+    {
+        "sign_compress": _sign_compress,
+        "sign_compress_with_feedback": _sign_compress_with_feedback,
+        "sign_compress_momentum": _sign_compress_momentum,
+        "sign_reduce": _sign_reduce,
+        "sign_decompress": _sign_decompress,
+        "sign_decompress_mean": _sign_decompress_mean,
+        "sign_decompress_adam_": _sign_decompress_adam_,
+        "pack_nonzero": _pack_nonzero,
+        "zero_inactive_": _zero_inactive_,
+        "square_sum": _square_sum,
+        "square_sums": _square_sums,
+        "momentum": _momentum,
+        "frozen_adam_apply_": _frozen_adam_apply_,
+        **cuda_integers.KERNELS,
+        **cuda_threshold.KERNELS,
+        **cuda_top_k.KERNELS,
+    }
+)
 
 
 def _start() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference_integers as reference
 from commopt.ops import tiles as t
-from commopt.ops.arguments import pointer, serves, strides
+from commopt.ops.arguments import Served, pointer, serves, strides
 from commopt.ops.reference import write_columns
 from commopt.ops.tiles import Layout, Tiling
 
@@ -71,9 +70,9 @@ def int_compress(
     rotated: bool,
     seed: int,
     active: Tensor | None = None,
-) -> None:
+) -> Served:
     if not serves(x, payload):
-        return reference.int_compress(x, payload, bits, block, stochastic, rotated, seed, active)
+        return NotImplemented
     _compress_rows(x, None, None, payload, block, Coding(bits, stochastic, rotated, seed), active)
 
 
@@ -88,11 +87,9 @@ def int_compress_with_feedback(
     rotated: bool,
     seed: int,
     active: Tensor | None = None,
-) -> None:
+) -> Served:
     if not serves(x, payload):
-        return reference.int_compress_with_feedback(
-            x, error, new_error, payload, bits, block, stochastic, rotated, seed, active
-        )
+        return NotImplemented
     _compress_rows(x, error, new_error, payload, block, Coding(bits, stochastic, rotated, seed), active)
 
 
@@ -131,16 +128,13 @@ def int_compress_momentum(
     active: Tensor | None,
     start: int,
     stop: int,
-) -> None:
+) -> Served:
     rows, n = payload.shape[0], stop - start
     if n == 0:
         return
     mine = t.contiguous(grads) if serves(m, payload) else None
     if mine is None:
-        return reference.int_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, payload, bits, block, stochastic, rotated, seed, active,
-            start, stop,
-        )  # fmt: skip
+        return NotImplemented
     m, error, new_error = (t.columns(x, rows, start, stop) for x in (m, error, new_error))
     active = None if active is None else t.columns(active, rows, start, stop, 8)
     offsets, stride, how = [o - start for o in offsets], m.stride(0), Coding(bits, stochastic, rotated, seed)
@@ -168,9 +162,9 @@ def int_reduce(
     rotated: bool,
     seed: int,
     active: Tensor | None = None,
-) -> None:
+) -> Served:
     if not serves(error, payloads, own):
-        return reference.int_reduce(payloads, error, new_error, own, bits, block, stochastic, rotated, seed, active)
+        return NotImplemented
     how, pointers = Coding(bits, stochastic, rotated, seed), [pointer(t) for t in (error, new_error, own, active)]
 
     def argument(at: Structure) -> Structure:
@@ -181,9 +175,9 @@ def int_reduce(
 
 def int_decompress(
     payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool, active: Tensor | None = None
-) -> None:
+) -> Served:
     if not serves(out, payload):
-        return reference.int_decompress(payload, out, bits, block, rotated, active)
+        return NotImplemented
     how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (payload, out, active)]
     _launch("int_decompress", out, block, payload.shape[1], lambda at: Decompression(at, how, *pointers))
 
@@ -206,9 +200,9 @@ def int_decompress_to(
     write_columns(values, outs, offsets, numel // payload.shape[0], start)
 
 
-def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
+def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> Served:
     if not serves(out, payload):
-        return reference.int_decompress_mean(payload, out, bits, block, rotated)
+        return NotImplemented
     how, pointers = Coding(bits, False, rotated, 0), [pointer(t) for t in (payload, out)]
 
     def argument(at: Structure) -> Structure:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import reference_threshold as reference
-from commopt.ops.arguments import RECEIVED, SENT_AND_LEFT, STRIDES, layout, pointer, serves, strides
+from commopt.ops.arguments import RECEIVED, SENT_AND_LEFT, STRIDES, Served, layout, pointer, serves, strides
 from commopt.ops.cuda_module import launch
 from commopt.ops.threshold_row import ThresholdRow
 
@@ -102,17 +102,17 @@ def _compress(
     launch("threshold_encode", teams, (32, TEAMS), argument, device)
 
 
-def _threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> None:
+def _threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> Served:
     if not serves(x, payload):
-        return reference.threshold_compress(x, payload, k, rounds, active)
+        return NotImplemented
     _compress(x, None, None, payload, k, rounds, active)
 
 
 def _threshold_compress_with_feedback(
     x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None
-) -> None:
+) -> Served:
     if not serves(x, payload):
-        return reference.threshold_compress_with_feedback(x, error, new_error, payload, k, rounds, active)
+        return NotImplemented
     _compress(x, error, new_error, payload, k, rounds, active)
 
 
@@ -123,15 +123,15 @@ def _decompress(payload: Tensor, out: Tensor, row: ThresholdRow, rows: int, rank
         launch("threshold_decompress", rows * row.segments, (THREADS, 1), argument, out.device)
 
 
-def _threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> None:
+def _threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> Served:
     if not serves(out, payload):
-        return reference.threshold_decompress(payload, out, k, active)
+        return NotImplemented
     _decompress(payload, out, ThresholdRow(out.shape[1], k), out.shape[0], 1, active)
 
 
-def _threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> None:
+def _threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> Served:
     if not serves(out, payload):
-        return reference.threshold_decompress_mean(payload, out, k)
+        return NotImplemented
     _decompress(payload, out, ThresholdRow(out.shape[0], k), 1, payload.shape[0], None)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference_top_k as reference
-from commopt.ops.arguments import RECEIVED, SENT_AND_LEFT, STRIDES, layout, pointer, serves, strides
+from commopt.ops.arguments import RECEIVED, SENT_AND_LEFT, STRIDES, Served, layout, pointer, serves, strides
 from commopt.ops.cuda_module import launch
 from commopt.ops.top_k_row import TopKRow
 
@@ -76,9 +75,9 @@ def _compress(
     launch("topk_encode", -(-rows * -(-row.entries // 8) // OCTETS), (OCTETS, 1), argument, device)
 
 
-def _topk_compress(x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
+def _topk_compress(x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> Served:
     if not serves(x, payload):
-        return reference.topk_compress(x, payload, k, chunk, bits, active)
+        return NotImplemented
     _compress(x, None, None, payload, TopKRow(x.shape[1], k, chunk, bits), active)
 
 
@@ -91,9 +90,9 @@ def _topk_compress_with_feedback(
     chunk: int,
     bits: int,
     active: Tensor | None = None,
-) -> None:
+) -> Served:
     if not serves(x, payload):
-        return reference.topk_compress_with_feedback(x, error, new_error, payload, k, chunk, bits, active)
+        return NotImplemented
     _compress(x, error, new_error, payload, TopKRow(x.shape[1], k, chunk, bits), active)
 
 
@@ -104,15 +103,17 @@ def _decompress(payload: Tensor, out: Tensor, row: TopKRow, rows: int, ranks: in
         launch("topk_decompress", -(-rows * row.chunks // TEAMS), (32, TEAMS), argument, out.device)
 
 
-def _topk_decompress(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
+def _topk_decompress(
+    payload: Tensor, out: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None
+) -> Served:
     if not serves(out, payload):
-        return reference.topk_decompress(payload, out, k, chunk, bits, active)
+        return NotImplemented
     _decompress(payload, out, TopKRow(out.shape[1], k, chunk, bits), out.shape[0], 1, active)
 
 
-def _topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+def _topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> Served:
     if not serves(out, payload):
-        return reference.topk_decompress_mean(payload, out, k, chunk, bits)
+        return NotImplemented
     _decompress(payload, out, TopKRow(out.shape[0], k, chunk, bits), 1, payload.shape[0], None)
 
 
@@ -124,9 +125,9 @@ class Soundness(Structure):
 
 def _topk_find_unsound(
     payload: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
-) -> None:
+) -> Served:
     if dtype != torch.float32 or not payload.is_contiguous() or payload.data_ptr() % 4:
-        return reference.topk_find_unsound(payload, sound, n, k, chunk, bits, dtype)
+        return NotImplemented
     row = TopKRow(n, k, chunk, bits)
     if n and payload.shape[0]:
         argument = Soundness(layout(Layout, row), payload.data_ptr(), sound.data_ptr(), payload.shape[0])

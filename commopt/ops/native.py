@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from commopt.ops import catalogue, native_bfloat16, native_integers, native_threshold, native_top_k, reference
-from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
+from commopt.ops.arguments import Served, address, gradient_runs, pointer, runs_of
 
 ABI_VERSION = 12
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
@@ -92,17 +92,17 @@ def _call(name: str, *arguments: Any) -> None:
         raise MemoryError(f"no memory for the work space of {name}")
 
 
-def _sign_compress(x: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None) -> None:
+def _sign_compress(x: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None) -> Served:
     if x.dtype != torch.float32:
-        return reference.sign_compress(x, payload, block, norm, active)
+        return NotImplemented
     _call("sign_compress", x.data_ptr(), None, None, payload.data_ptr(), pointer(active), *x.shape, block, norm)
 
 
 def _sign_compress_with_feedback(
     x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, block: int, norm: int, active: Tensor | None = None
-) -> None:
+) -> Served:
     if x.dtype != torch.float32:
-        return reference.sign_compress_with_feedback(x, error, new_error, payload, block, norm, active)
+        return NotImplemented
     pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
     _call("sign_compress", *pointers, *x.shape, block, norm)
 
@@ -121,12 +121,10 @@ def _sign_compress_momentum(
     active: Tensor | None,
     start: int,
     stop: int,
-) -> None:
+) -> Served:
     gradients = gradient_runs(m, grads, offsets)
     if gradients is None:
-        return reference.sign_compress_momentum(
-            m, grads, offsets, beta, alpha, error, new_error, payload, block, norm, active, start, stop
-        )
+        return NotImplemented
     (runs, _), rows = gradients, payload.shape[0]
     pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
     shape = rows, m.shape[0] // rows, start, stop, block, norm
@@ -135,16 +133,16 @@ def _sign_compress_momentum(
 
 def _sign_reduce(
     payloads: Tensor, error: Tensor, new_error: Tensor, own: Tensor, block: int, norm: int, active: Tensor | None = None
-) -> None:
+) -> Served:
     if error.dtype != torch.float32:
-        return reference.sign_reduce(payloads, error, new_error, own, block, norm, active)
+        return NotImplemented
     pointers = payloads.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(active)
     _call("sign_reduce", *pointers, payloads.shape[0], error.shape[0], block, norm)
 
 
-def _sign_decompress(payload: Tensor, out: Tensor, block: int, active: Tensor | None = None) -> None:
+def _sign_decompress(payload: Tensor, out: Tensor, block: int, active: Tensor | None = None) -> Served:
     if out.dtype != torch.float32:
-        return reference.sign_decompress(payload, out, block, active)
+        return NotImplemented
     _call("sign_decompress", payload.data_ptr(), out.data_ptr(), pointer(active), *out.shape, block)
 
 
@@ -179,21 +177,21 @@ def _sign_decompress_adam_(
     torch.autograd.graph.increment_version(params)  # as in _frozen_adam_apply_
 
 
-def _sign_decompress_mean(payload: Tensor, out: Tensor, block: int) -> None:
+def _sign_decompress_mean(payload: Tensor, out: Tensor, block: int) -> Served:
     if out.dtype != torch.float32:
-        return reference.sign_decompress_mean(payload, out, block)
+        return NotImplemented
     _call("sign_decompress_mean", payload.data_ptr(), out.data_ptr(), payload.shape[0], out.shape[0], block)
 
 
-def _pack_nonzero(x: Tensor, bits: Tensor) -> None:
+def _pack_nonzero(x: Tensor, bits: Tensor) -> Served:
     if x.dtype != torch.float32:
-        return reference.pack_nonzero(x, bits)
+        return NotImplemented
     _call("pack_nonzero", x.data_ptr(), bits.data_ptr(), x.shape[0])
 
 
-def _zero_inactive_(x: Tensor, bits: Tensor) -> None:
+def _zero_inactive_(x: Tensor, bits: Tensor) -> Served:
     if x.dtype != torch.float32:
-        return reference.zero_inactive_(x, bits)
+        return NotImplemented
     _call("zero_inactive", x.data_ptr(), bits.data_ptr(), x.shape[0])
 
 
@@ -233,10 +231,10 @@ def _square_sums(xs: list[Tensor]) -> Tensor:
     return totals
 
 
-def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> None:
+def _momentum(m: Tensor, grads: list[Tensor], offsets: list[int], beta: float, alpha: float, out: Tensor) -> Served:
     gradients = gradient_runs(m, grads, offsets)
     if gradients is None:
-        return reference.momentum(m, grads, offsets, beta, alpha, out)
+        return NotImplemented
     runs, _ = gradients
     _call("momentum", m.data_ptr(), address(runs), len(grads), beta, alpha, out.data_ptr(), m.shape[0])
 
@@ -273,25 +271,27 @@ def _frozen_adam_apply_(
         torch.autograd.graph.increment_version(mine)
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "sign_compress": _sign_compress,
-    "sign_compress_with_feedback": _sign_compress_with_feedback,
-    "sign_compress_momentum": _sign_compress_momentum,
-    "sign_reduce": _sign_reduce,
-    "sign_decompress": _sign_decompress,
-    "sign_decompress_mean": _sign_decompress_mean,
-    "sign_decompress_adam_": _sign_decompress_adam_,
-    "pack_nonzero": _pack_nonzero,
-    "zero_inactive_": _zero_inactive_,
-    "square_sum": _square_sum,
-    "square_sums": _square_sums,
-    "momentum": _momentum,
-    "frozen_adam_apply_": _frozen_adam_apply_,
-    **native_bfloat16.kernels(_call),
-    **native_integers.kernels(_call),
-    **native_threshold.kernels(_call),
-    **native_top_k.kernels(_call),
-}
+_KERNELS = catalogue.with_reference(
+    {
+        "sign_compress": _sign_compress,
+        "sign_compress_with_feedback": _sign_compress_with_feedback,
+        "sign_compress_momentum": _sign_compress_momentum,
+        "sign_reduce": _sign_reduce,
+        "sign_decompress": _sign_decompress,
+        "sign_decompress_mean": _sign_decompress_mean,
+        "sign_decompress_adam_": _sign_decompress_adam_,
+        "pack_nonzero": _pack_nonzero,
+        "zero_inactive_": _zero_inactive_,
+        "square_sum": _square_sum,
+        "square_sums": _square_sums,
+        "momentum": _momentum,
+        "frozen_adam_apply_": _frozen_adam_apply_,
+        **native_bfloat16.kernels(_call),
+        **native_integers.kernels(_call),
+        **native_threshold.kernels(_call),
+        **native_top_k.kernels(_call),
+    }
+)
 
 
 def _announce(opened: ctypes.CDLL) -> None:

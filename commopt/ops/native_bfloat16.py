@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference_bfloat16 as reference
-from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
+from commopt.ops.arguments import Served, address, gradient_runs, pointer, runs_of
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SIGNATURES: dict[str, list[Any]] = {
@@ -35,12 +34,10 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         active: Tensor | None,
         start: int,
         stop: int,
-    ) -> None:
+    ) -> Served:
         gradients = gradient_runs(m, grads, offsets)
         if gradients is None:
-            return reference.bf16_compress_momentum(
-                m, grads, offsets, beta, alpha, error, new_error, payload, active, start, stop
-            )
+            return NotImplemented
         (runs, _), rows = gradients, payload.shape[0]
         pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
         shape = rows, m.shape[0] // rows, start, stop
@@ -48,9 +45,9 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
 
     def bf16_reduce(
         payloads: Tensor, error: Tensor, new_error: Tensor, own: Tensor, active: Tensor | None = None
-    ) -> None:
+    ) -> Served:
         if error.dtype != torch.float32:
-            return reference.bf16_reduce(payloads, error, new_error, own, active)
+            return NotImplemented
         pointers = payloads.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(active)
         call("bf16_reduce", *pointers, payloads.shape[0], error.shape[0])
 
@@ -62,10 +59,10 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         active: Tensor | None,
         start: int,
         stop: int,
-    ) -> None:
+    ) -> Served:
         runs = runs_of(outs, offsets)
         if runs is None:
-            return reference.bf16_decompress_to(payload, outs, offsets, numel, active, start, stop)
+            return NotImplemented
         shape = payload.shape[0], numel // payload.shape[0], start, stop
         call("bf16_decompress_to", payload.data_ptr(), address(runs), len(outs), pointer(active), *shape)
         torch.autograd.graph.increment_version(outs)  # as in native.py

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference_integers as reference
-from commopt.ops.arguments import address, gradient_runs, pointer, runs_of
+from commopt.ops.arguments import Served, address, gradient_runs, pointer, runs_of
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _CODING = [_I64, _I32, _I32, _I32, _I64]  # block, bits, stochastic, rotated, seed
@@ -39,9 +38,9 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         rotated: bool,
         seed: int,
         active: Tensor | None = None,
-    ) -> None:
+    ) -> Served:
         if x.dtype != torch.float32:
-            return reference.int_compress(x, payload, bits, block, stochastic, rotated, seed, active)
+            return NotImplemented
         coding = block, bits, stochastic, rotated, seed
         call("int_compress", x.data_ptr(), None, None, payload.data_ptr(), pointer(active), *x.shape, *coding)
 
@@ -56,11 +55,9 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         rotated: bool,
         seed: int,
         active: Tensor | None = None,
-    ) -> None:
+    ) -> Served:
         if x.dtype != torch.float32:
-            return reference.int_compress_with_feedback(
-                x, error, new_error, payload, bits, block, stochastic, rotated, seed, active
-            )
+            return NotImplemented
         pointers = x.data_ptr(), error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
         call("int_compress", *pointers, *x.shape, block, bits, stochastic, rotated, seed)
 
@@ -81,13 +78,10 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         active: Tensor | None,
         start: int,
         stop: int,
-    ) -> None:
+    ) -> Served:
         gradients = gradient_runs(m, grads, offsets)
         if gradients is None:
-            return reference.int_compress_momentum(
-                m, grads, offsets, beta, alpha, error, new_error, payload, bits, block, stochastic, rotated, seed,
-                active, start, stop,
-            )  # fmt: skip
+            return NotImplemented
         (runs, _), rows = gradients, payload.shape[0]
         pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr(), pointer(active)
         shape = rows, m.shape[0] // rows, start, stop
@@ -105,9 +99,9 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         rotated: bool,
         seed: int,
         active: Tensor | None = None,
-    ) -> None:
+    ) -> Served:
         if error.dtype != torch.float32:
-            return reference.int_reduce(payloads, error, new_error, own, bits, block, stochastic, rotated, seed, active)
+            return NotImplemented
         pointers = payloads.data_ptr(), error.data_ptr(), new_error.data_ptr(), own.data_ptr(), pointer(active)
         shape = payloads.shape[0], error.shape[0]
         call("int_reduce", *pointers, *shape, block, bits, stochastic, rotated, seed)
@@ -119,14 +113,14 @@ def _encoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
 def _decoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
     def int_decompress(
         payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool, active: Tensor | None = None
-    ) -> None:
+    ) -> Served:
         if out.dtype != torch.float32:
-            return reference.int_decompress(payload, out, bits, block, rotated, active)
+            return NotImplemented
         call("int_decompress", payload.data_ptr(), out.data_ptr(), pointer(active), *out.shape, block, bits, rotated)
 
-    def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> None:
+    def int_decompress_mean(payload: Tensor, out: Tensor, bits: int, block: int, rotated: bool) -> Served:
         if out.dtype != torch.float32:
-            return reference.int_decompress_mean(payload, out, bits, block, rotated)
+            return NotImplemented
         shape = payload.shape[0], out.shape[0]
         call("int_decompress_mean", payload.data_ptr(), out.data_ptr(), *shape, block, bits, rotated)
 
@@ -141,10 +135,10 @@ def _decoders(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         active: Tensor | None,
         start: int,
         stop: int,
-    ) -> None:
+    ) -> Served:
         runs = runs_of(outs, offsets)
         if runs is None:
-            return reference.int_decompress_to(payload, outs, offsets, numel, bits, block, rotated, active, start, stop)
+            return NotImplemented
         rows = payload.shape[0]
         shape = rows, numel // rows, start, stop, block, bits, rotated
         call("int_decompress_to", payload.data_ptr(), address(runs), len(outs), pointer(active), *shape)

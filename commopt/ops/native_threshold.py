@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference_threshold as reference
-from commopt.ops.arguments import pointer, strides
+from commopt.ops.arguments import Served, pointer, strides
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 SIGNATURES: dict[str, list[Any]] = {
@@ -36,27 +35,27 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         pitches = strides(x, error, new_error, active)
         call("threshold_compress", *pointers, *x.shape, *pitches, k, rounds)
 
-    def threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> None:
+    def threshold_compress(x: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None) -> Served:
         if x.dtype != torch.float32:
-            return reference.threshold_compress(x, payload, k, rounds, active)
+            return NotImplemented
         compress(x, None, None, payload, k, rounds, active)
 
     def threshold_compress_with_feedback(
         x: Tensor, error: Tensor, new_error: Tensor, payload: Tensor, k: int, rounds: int, active: Tensor | None = None
-    ) -> None:
+    ) -> Served:
         if x.dtype != torch.float32:
-            return reference.threshold_compress_with_feedback(x, error, new_error, payload, k, rounds, active)
+            return NotImplemented
         compress(x, error, new_error, payload, k, rounds, active)
 
-    def threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> None:
+    def threshold_decompress(payload: Tensor, out: Tensor, k: int, active: Tensor | None = None) -> Served:
         if out.dtype != torch.float32:
-            return reference.threshold_decompress(payload, out, k, active)
+            return NotImplemented
         pointers = payload.data_ptr(), out.data_ptr(), pointer(active)
         call("threshold_decompress", *pointers, *out.shape, *strides(out, active), k)
 
-    def threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> None:
+    def threshold_decompress_mean(payload: Tensor, out: Tensor, k: int) -> Served:
         if out.dtype != torch.float32:
-            return reference.threshold_decompress_mean(payload, out, k)
+            return NotImplemented
         call("threshold_decompress_mean", payload.data_ptr(), out.data_ptr(), payload.shape[0], out.shape[0], k)
 
     return {

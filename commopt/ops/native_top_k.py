@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ops import reference_top_k as reference
-from commopt.ops.arguments import pointer, strides
+from commopt.ops.arguments import Served, pointer, strides
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 SIGNATURES: dict[str, list[Any]] = {
@@ -38,9 +37,11 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         pitches = strides(x, error, new_error, active)
         call("topk_compress", *pointers, *x.shape, *pitches, k, chunk, bits)
 
-    def topk_compress(x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None) -> None:
+    def topk_compress(
+        x: Tensor, payload: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None
+    ) -> Served:
         if x.dtype != torch.float32:
-            return reference.topk_compress(x, payload, k, chunk, bits, active)
+            return NotImplemented
         compress(x, None, None, payload, k, chunk, bits, active)
 
     def topk_compress_with_feedback(
@@ -52,22 +53,22 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
         chunk: int,
         bits: int,
         active: Tensor | None = None,
-    ) -> None:
+    ) -> Served:
         if x.dtype != torch.float32:
-            return reference.topk_compress_with_feedback(x, error, new_error, payload, k, chunk, bits, active)
+            return NotImplemented
         compress(x, error, new_error, payload, k, chunk, bits, active)
 
     def topk_decompress(
         payload: Tensor, out: Tensor, k: int, chunk: int, bits: int, active: Tensor | None = None
-    ) -> None:
+    ) -> Served:
         if out.dtype != torch.float32:
-            return reference.topk_decompress(payload, out, k, chunk, bits, active)
+            return NotImplemented
         pointers = payload.data_ptr(), out.data_ptr(), pointer(active)
         call("topk_decompress", *pointers, *out.shape, *strides(out, active), k, chunk, bits)
 
-    def topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> None:
+    def topk_decompress_mean(payload: Tensor, out: Tensor, k: int, chunk: int, bits: int) -> Served:
         if out.dtype != torch.float32:
-            return reference.topk_decompress_mean(payload, out, k, chunk, bits)
+            return NotImplemented
         call("topk_decompress_mean", payload.data_ptr(), out.data_ptr(), payload.shape[0], out.shape[0], k, chunk, bits)
 
     return {
@@ -82,9 +83,9 @@ def kernels(call: Callable[..., None]) -> dict[str, Callable[..., Any]]:
 def _find_unsound(call: Callable[..., None]) -> Callable[..., Any]:
     def topk_find_unsound(
         payload: Tensor, sound: Tensor, n: int, k: int, chunk: int, bits: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    ) -> Served:
         if dtype != torch.float32 or not payload.is_contiguous():
-            return reference.topk_find_unsound(payload, sound, n, k, chunk, bits, dtype)
+            return NotImplemented
         if n and payload.shape[0]:
             call("topk_find_unsound", payload.data_ptr(), sound.data_ptr(), payload.shape[0], n, k, chunk, bits)
 
