@@ -148,6 +148,13 @@ def test_labels(tmp_path: Path) -> None:
     assert [run.label for run in read_runs(folders, ["one", "two"])] == ["one", "two"]
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    outer, inner = write_run(tmp_path / "run", "AdamW"), write_run(tmp_path / "run/run", "AdamW")
+    assert [run.label for run in read_runs([outer, inner, outer])] == ["run", "run (2)", "run (3)"]
+    labels = ["a", "a (2)", "a ", "a"]
+    assert [run.label for run in read_runs([outer] * 4, labels)] == ["a", "a (2)", "a (3)", "a (4)"]
+
+
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, empty = write_run(tmp_path / "a", "AdamW"), tmp_path / "empty"
     empty.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,13 +72,23 @@ def _phase(record: Record) -> str:
 
 
 def read_runs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
-    """The runs in ``folders``, called by ``labels`` or by what is different in their paths.
+    """The runs in ``folders``, called by ``labels`` or by what is different in their paths; those that would be called
+    the same get a number.
 
     Raises:
         UserError: a folder is not there, or has no metrics.
     """
-    names = list(labels) or short_names(folders)
+    names = _told_apart([one_line(name) for name in list(labels) or short_names(folders)])
     return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """``names``, of which those that have come before get a number: ``run``, ``run (2)``."""
+    out: list[str] = []
+    for name in names:
+        numbered = (f"{name} ({number})" for number in itertools.count(2))
+        out.append(next(label for label in itertools.chain([name], numbered) if label not in out))
+    return out
 
 
 def _read(folder: Path, label: str) -> Run:
@@ -91,7 +102,7 @@ def _read(folder: Path, label: str) -> Run:
         raise UserError(f"{folder} has no run: {METRICS} is missing, empty, or damaged in every line")
     path = folder / CONFIG
     config = read_yaml(path, "config of a run") if path.exists() else {}
-    return Run(one_line(label), folder, config if isinstance(config, dict) else {}, records)
+    return Run(label, folder, config if isinstance(config, dict) else {}, records)
 
 
 def one_line(text: str) -> str:
