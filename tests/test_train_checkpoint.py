@@ -137,6 +137,14 @@ def test_nothing_to_find(tmp_path: Path) -> None:
         find(tmp_path, str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("given", [".", "checkpoints"])
+def test_the_folder_of_a_run_is_no_checkpoint_and_the_error_names_the_newest_in_it(tmp_path: Path, given: str) -> None:
+    save(tmp_path / "checkpoints", 1)
+    newest = save(tmp_path / "checkpoints", 2)
+    with pytest.raises(CheckpointError, match=rf"is the folder of a run; resume must be .*, such as {newest}$"):
+        find(tmp_path / "checkpoints", str(tmp_path / given))
+
+
 def test_a_kill_while_writing_leaves_the_last_good_one(tmp_path: Path) -> None:
     """A kill is a BaseException here: nothing that handles errors may see it. The next save clears what it left."""
     good = save(tmp_path, 1)

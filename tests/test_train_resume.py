@@ -293,6 +293,21 @@ def test_what_torchrun_starts_again_goes_on_from_the_newest_checkpoint_of_the_ru
     assert not list(folder.glob("discarded-step-00000006"))
 
 
+@pytest.mark.parametrize(("resume", "most", "warned"), [("none", 3, True), ("none", 0, False), ("auto", 3, False)])
+def test_restarts_that_would_be_refused_are_warned_of_at_the_first_start(
+    tiny: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    resume: str,
+    most: int,
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
+    start_again(tiny(tmp_path, resume=resume), 0, monkeypatch, end=1)
+    assert (f"(--max-restarts={most})" in caplog.text) == warned
+
+
 def test_a_checkpoint_that_is_given_counts_where_the_start_that_failed_had_not_begun(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ what fails on one rank is raised on all.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -31,6 +32,8 @@ from commopt.train.manifest import MANIFEST, PREFIX, SHARED, make_manifest, rank
 from commopt.train.world import World
 
 log = logging.getLogger(__name__)
+FOLDER = "checkpoints"
+"""Name of the folder of all checkpoints, in that of the run."""
 ASIDE, DISCARDED = ".tmp-", "discarded-"
 """Beginnings of the names of what is being written, and of what was set aside."""
 
@@ -221,9 +224,18 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
 
 
 def check_there(option: str, path: Path, allowed: str) -> None:
-    """Raises CheckpointError, naming the ``option`` and what is ``allowed``, if there is no folder ``path``."""
+    """Raises CheckpointError, naming the ``option`` and what is ``allowed``, if there is no folder ``path``, or it is
+    that of a run, or of all its checkpoints."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path}: no such folder; {option} must be {allowed}")
+    if os.path.exists(path / MANIFEST):
+        return
+    for folder in (path / FOLDER, path):
+        steps: list[Path] = []
+        with contextlib.suppress(OSError):  # what cannot be read is said by what needs it
+            steps = list_steps(folder)
+        if steps:
+            raise CheckpointError(f"{path} is the folder of a run; {option} must be {allowed}, such as {steps[-1]}")
 
 
 def find(folder: Path, resume: str, world: World, before: int | None = None) -> Path | None:

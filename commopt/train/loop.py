@@ -162,7 +162,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.piece = piece_size(config, world)
-        self.folder = Path(config.train.run_dir) / "checkpoints"
+        self.folder = Path(config.train.run_dir) / checkpoint.FOLDER
         self.resume = resume_now(config, self.folder, world)
         found = checkpoint.find(self.folder, self.resume, world)
         init = None if found is not None or config.init is None else Path(config.init)

@@ -25,6 +25,12 @@ log = logging.getLogger(__name__)
 def resume_now(config: Config, folder: Path, world: World) -> str:
     """``config.resume``, as it is to be taken at this start: "auto" for a checkpoint from which the run has begun
     before torchrun started it again, if it has later ones below ``folder``."""
+    if config.resume == "none" and world.is_main and started.max_restarts() > started.restarts():
+        log.warning(
+            "torchrun is to start this run again if it fails (--max-restarts=%d), which ends with an error once there "
+            "is a checkpoint: give --resume=auto, also at the first start",
+            started.max_restarts(),
+        )
     if config.resume in ("none", "auto") or not world.once(lambda: _has_own(config, folder)):
         return config.resume
     if world.is_main:

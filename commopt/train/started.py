@@ -52,6 +52,11 @@ def restarts() -> int:
     return _read("TORCHELASTIC_RESTART_COUNT", default=0)
 
 
+def max_restarts() -> int:
+    """How often torchrun would start the processes again; 0 without it."""
+    return _read("TORCHELASTIC_MAX_RESTARTS", default=0)
+
+
 def by_torchrun() -> int | None:
     """Number of processes that torchrun has started; None if it was not torchrun."""
     return _read("WORLD_SIZE", default=0) or None
