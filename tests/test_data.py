@@ -111,6 +111,23 @@ def test_a_file_that_is_named_and_is_no_text_is_refused(
         list(documents(DataConfig(corpus=[str(path), *[str(corpus)] * beside])))
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_text_in_another_encoding_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, alone: bool
+) -> None:
+    """A file with an odd byte is not: every corpus has some."""
+    folder = tmp_path / str(alone)
+    folder.mkdir()
+    text = "Gr\u00fc\u00dfe an alle, die es h\u00f6ren wollen.\n" * 100
+    (folder / "latin1.txt").write_bytes(text.encode("latin-1"))
+    (folder / "odd.txt").write_bytes(text.encode() + b"\xe9")
+    for _ in range(2):  # a corpus is read several times
+        list(documents(DataConfig(corpus=str(folder / "latin1.txt" if alone else folder))))
+        list(documents(DataConfig(corpus=str(folder / "odd.txt"))))
+    assert caplog.text.count("1 files are not in UTF-8, such as latin1.txt: ") == 1
+    assert caplog.text.count("not in UTF-8") == 1
+
+
 def test_a_file_alone_is_many_documents(tmp_path: Path) -> None:
     """Of its lines, so that both splits have some; of one line, too."""
     lines = "".join(f"line {i} of a text that is long enough\n" for i in range(4000))

@@ -22,6 +22,8 @@ TEXT = ("string", "large_string", "string_view")
 """Types of a column of text."""
 PIECE, LONGEST = 2000, 100_000
 """Characters of a document of a file that is the whole corpus: it ends with a line, and at most after so many."""
+ODD = 1000
+"""A text is garbled where more than one character of so many could not be read."""
 STDLIB_SKIPS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -65,7 +67,13 @@ def _text_alone(path: Path) -> str:
             f"corpus {path}: it is no text in UTF-8, or in UTF-16 with a byte order mark: more than a third of it "
             "cannot be read"
         )
+    if _is_garbled(text):
+        _warn_of_encoding(str(path), path.name, 1)
     return text
+
+
+def _is_garbled(text: str) -> bool:
+    return ODD * text.count("\ufffd") > len(text)
 
 
 def _pieces(path: Path) -> Iterator[Document]:
@@ -79,7 +87,7 @@ def _pieces(path: Path) -> Iterator[Document]:
 
 def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document]:
     """Files below ``root`` by relative name; hidden and binary ones and folders in ``skips`` are left out, and so are
-    links to folders. The latter and binary ones are said."""
+    links to folders. The latter, binary ones and garbled ones are said."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"corpus {error.filename}: {error.strerror}")
@@ -91,7 +99,7 @@ def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document
         names += [os.path.join(folder, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     if links and not suffix:
         _warn_of_links(str(root), min(links), len(links))
-    binary = []
+    binary, garbled = [], []
     for name in sorted(Path(name).relative_to(root).as_posix() for name in names):
         if (root / name).exists() and not (root / name).is_file():
             log.debug("left out, no file: %s", root / name)
@@ -100,7 +108,10 @@ def _folder(root: Path, suffix: str, skips: frozenset[str]) -> Iterator[Document
         if "\0" in text:
             binary.append(name)
         else:
+            garbled += [name] if _is_garbled(text) and not suffix else []
             yield name, text
+    if garbled:
+        _warn_of_encoding(str(root), garbled[0], len(garbled))
     if binary:
         _say_binary(str(root), binary[0], len(binary))
 
@@ -110,6 +121,15 @@ def _warn_of_links(root: str, first: str, count: int) -> None:
     log.warning(
         "corpus %s: %d links to folders are not followed, such as %s: list in data.corpus what is to be read, too",
         root, count, first,
+    )  # fmt: skip
+
+
+@functools.cache
+def _warn_of_encoding(root: str, first: str, count: int) -> None:
+    log.warning(
+        "corpus %s: %d files are not in UTF-8, such as %s: more than one character of %d there is read as U+FFFD; "
+        "convert them (iconv -f LATIN1 -t UTF-8)",
+        root, count, first, ODD,
     )  # fmt: skip
 
 

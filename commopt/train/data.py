@@ -225,7 +225,8 @@ def _fill(folder: Path, key: str, config: DataConfig, heed: Heed) -> None:
             part = "held-out split" if heldout else "training split"
             raise DataError(
                 f"corpus {config.corpus}: no text for the {part}: it needs more documents (files, or each {PIECE} "
-                f"characters of a file alone), or another share of them than data.heldout={config.heldout:g}"
+                "characters of a file alone, to the next end of a line), or another share of them than "
+                f"data.heldout={config.heldout:g}"
             )
     log.info("%d training tokens, %d held-out tokens", counts["train"], counts["heldout"])
     prepared.write_meta(folder, key, tokenizer.get_vocab_size(), counts, asdict(config))
