@@ -42,7 +42,10 @@ def main() -> None:
         args,
         train_dataset=counting(512),
         eval_dataset=counting(32),
-        optimizer_cls_and_kwargs=(commopt.OneBitAdam, {"lr": 3e-3, "freeze_step": 20, "max_grad_norm": 1.0}),
+        optimizer_cls_and_kwargs=(
+            commopt.OneBitAdam,
+            {"lr": 3e-3, "betas": (0.9, 0.95), "freeze_step": 20, "max_grad_norm": 1.0},
+        ),
         callbacks=[CommoptCallback()],
     )
     trainer.train()  # with checkpoints (save_strategy), resume_from_checkpoint=True goes on to the bit

@@ -25,7 +25,7 @@ class Classifier(pl.LightningModule):
         self.log("right", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return commopt.OneBitAdam(self.parameters(), lr=2e-3, freeze_step=20, max_grad_norm=5.0)
+        return commopt.OneBitAdam(self.parameters(), lr=2e-3, betas=(0.9, 0.95), freeze_step=20, max_grad_norm=5.0)
 
 
 def points(seed: int, n: int) -> DataLoader:
