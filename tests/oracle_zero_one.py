@@ -62,6 +62,7 @@ class ZeroOneAdamOracle:
         self.t = 0
         self.steps, self.refreshed = [0] * total, [0] * total  # of each element: how often m and v were updated
         self.taken, self.lr_sum = 0, 0.0  # in this interval
+        self.owed = 1  # steps of the interval in whose mean the residuals are what they are
         self.b1, self.b2, self.eps, self.block, self.norm = b1, b2, eps, block, norm
         self.wd, self.pull = (0.0, wd) if coupled else (wd, 0.0)
 
@@ -136,6 +137,9 @@ class ZeroOneAdamOracle:
         active = [v != 0 and j in here for j, v in enumerate(self.v)]
         rows = [range(r * self.row, (r + 1) * self.row) for r in range(self.ranks)]
         mine = [[u / self.lr_sum for u in us] for us in self.u] if self.lr_sum else self.m
+        for errors in (*self.worker, *self.server):
+            errors[:] = [e * self.owed / max(self.owed, self.taken) for e in errors]
+        self.owed = self.taken
         nodes = [mine[i : i + self.per_node] for i in range(0, self.ranks, self.per_node)]
         sent = []
         for i, node in enumerate(nodes):

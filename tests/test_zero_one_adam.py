@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from functools import partial
 
 import pytest
 import torch
+from oracle import compress
 from oracle_zero_one import ZeroOneAdamOracle, refreshes, rounds
 from torch import Tensor, nn
 from worlds import Toy, backward, flat_given, give, on_threads, params_of, same_bits, some_of, tensors_in, tokens, train
@@ -244,6 +246,50 @@ def test_the_momentum_after_a_round_is_the_weighted_mean_of_those_in_the_interva
     expected = sum(r * m for r, m in zip(rates[2:], momenta[2:])) / sum(rates[2:])
     for m in on_threads(2, run):
         torch.testing.assert_close(m, torch.full_like(m, expected), rtol=1e-12, atol=0)
+
+
+def test_where_rounds_become_rarer_x_goes_as_far_as_by_the_papers_sums():
+    """Algorithm 1 as it stands: u_i, and residuals of u_i, are sums of lr m_i. The same where lr is constant, and b1 is
+    0: the correction of m grows from one interval to the next."""
+    n, steps, lr, beta2 = 256, 40, 2**-7, 0.9  # powers of two: what is sent has scales in float32
+    met = rounds(2, 1, 5, 8, steps)
+    assert {b - a for a, b in itertools.pairwise(sorted(met))} == {1, 2, 4, 8}
+    grads = torch.randn(steps, 2, n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def run(backend):
+        p, out = nn.Parameter(torch.zeros(n, dtype=torch.float64)), []
+        optimizer = ZeroOneAdam(
+            [p], lr=lr, betas=(0.0, beta2), eps=0.0, compressor=Sign(block=32), min_variance=0, backend=backend,
+            variance=VariancePolicy(2, 2), sync=SyncPolicy(1, 5, 8),
+        )  # fmt: skip
+        for g in grads:
+            p.grad = g[backend.rank].clone()
+            optimizer.step()
+            out.append(p.detach().clone())
+        return out
+
+    def sent(z: Tensor) -> Tensor:
+        return torch.tensor(compress(z.tolist(), 32, "l2", [True] * len(z)), dtype=torch.float64)
+
+    x, v, u = torch.zeros(2, n).double(), torch.zeros(n).double(), torch.zeros(2, n).double()
+    worker, server, expected = torch.zeros(2, n).double(), torch.zeros(n).double(), []
+    for t, g in enumerate(grads, 1):
+        if t <= 2:
+            v = beta2 * v + (1 - beta2) * g.mean(0) ** 2
+            x = x - lr * g.mean(0) / (v / (1 - beta2**t)).sqrt()
+        else:
+            d = (v / (1 - beta2**2)).sqrt()
+            x, u = x - lr * g / d, u + lr * g
+            if t in met:
+                z = u + worker
+                c = torch.stack([torch.cat([sent(row) for row in zi.chunk(2)]) for zi in z])
+                y = c.mean(0) + server
+                q = torch.cat([sent(row) for row in y.chunk(2)])
+                x, u, worker, server = x + (u - q) / d, torch.zeros_like(u), z - c, y - q
+        expected.append(x)
+    for rank, history in enumerate(on_threads(2, run)):
+        for ours, theirs in zip(history, expected):
+            torch.testing.assert_close(ours, theirs[rank], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("by", ["a round", "synchronize"])

@@ -89,17 +89,22 @@ class SyncPolicy:
 
     def synchronises(self, steps: int) -> bool:
         """True if the ranks synchronise ``steps`` steps after the variance has stopped; always, if it has not."""
-        if steps <= 0:
-            return True
+        return self.distance_to_next(steps - 1) == 1
+
+    def distance_to_next(self, steps: int) -> int:
+        """How many steps later than ``steps`` after the variance has stopped the ranks synchronise next."""
+        if steps < 0:
+            return 1
         done = 0  # a step at which they do
         while True:
             doubled = 0 if self.double_every is None else done // self.double_every
             distance = min(self.longest, self.first << min(doubled, 64))
+            to_next = distance - (steps - done) % distance
             if self.double_every is None or distance == self.longest:
-                return (steps - done) % distance == 0
+                return to_next
             last = done + -(-((doubled + 1) * self.double_every - done) // distance) * distance
-            if steps <= last:
-                return (steps - done) % distance == 0
+            if steps < last:
+                return to_next
             done = last
 
 

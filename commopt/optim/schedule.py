@@ -69,6 +69,12 @@ def kind(group: Mapping[str, Any], step: int) -> str:
     return "compressed" if sync_of(group).synchronises(step - variance.stop) else "local"
 
 
+def steps_to_next_round(group: Mapping[str, Any]) -> int:
+    """How many steps later than its last one ``group`` sends something next, where several nodes train."""
+    stop = variance_of(group).stop
+    return 1 if stop == "auto" else sync_of(group).distance_to_next(group["step"] - stop)
+
+
 def is_end_of_first(group: Mapping[str, Any], step: int) -> bool:
     """True if ``step`` is the last of those refreshes at which T_v of ``group`` begins, at every step."""
     return bool(step == _begun(group) + group["variance_kappa"])

@@ -22,9 +22,10 @@ Where this differs from the paper and its usual implementation:
 
 * x_i is always made from the anchor, never by undoing local steps. So replicas are the same to the bit after every
   round, and x_i need not be saved: it follows from x_a, u_i and v.
-* What is kept and sent is u_i / G, the mean of the momenta weighted with c, instead of u_i: the same where lr and the
-  distance between rounds are constant. The residual is then momentum and not a distance, so that it does not swamp
-  the momentum when lr falls; lr = 0 divides nothing by 0; and rounds at successive steps are those of 1-bit Adam.
+* What is kept and sent is u_i / G, the mean of the momenta weighted with c, instead of u_i: the same where lr is
+  constant. The residual is then momentum and not a distance, so that it does not swamp the momentum when lr falls;
+  lr = 0 divides nothing by 0; and rounds at successive steps are those of 1-bit Adam. Where the next interval is
+  longer, the residual shrinks by as much, so that what was lost moves x as far as it would have.
 * At T_v the exact mean gradient feeds the momentum too, and nothing is compressed. So T_v at every step is Adam.
   v is refreshed before it is used: in the paper's order the first step divides by eps.
 * Bias correction as in ``torch.optim.Adam``, with the step counter of b2 counting refreshes. Between two rounds c
@@ -336,7 +337,17 @@ class ZeroOneAdam(CommOptimizer):
             group.update(local_betas=now.betas, local_eps=now.eps)
             self._parted = True
         else:
+            self._weigh_residuals(group, group["local_steps"] + 1)
             self._end_interval([group])
+
+    def _weigh_residuals(self, group: dict[str, Any], steps: int) -> None:
+        """After an interval of ``steps`` steps: where the next one is longer, what was lost is less of its mean."""
+        share = steps / schedule.steps_to_next_round(group)
+        if share < 1:
+            for bucket, _ in self.compressed_buckets([group]):
+                assert bucket.feedback is not None
+                bucket.feedback.worker.mul_(share)
+                bucket.feedback.server.mul_(share)
 
     # the step ---------------------------------------------------------------------------------------------------------
 
