@@ -305,3 +305,16 @@ def test_the_state_of_another_optimizer_is_refused():
     assert rounds.param_groups[0]["optimizer"] == "OneBitAdam"
     with pytest.raises(ValueError, match=r"that of LocalSGD\(OneBitAdam\), and this is OneBitAdam"):
         adam.load_state_dict(rounds.state_dict())
+
+
+def test_a_state_of_somebody_elses_lamb_with_a_number_by_our_name_is_refused():
+    """It would count as one whose variance stands, with a coefficient of which nobody knows what it is of."""
+    p = nn.Parameter(torch.ones(5))
+    theirs, ours = torch.optim.Adam([p]), OneBitLamb([p], backend=LocalBackend())
+    p.grad = torch.ones(5)
+    theirs.step()
+    saved = theirs.state_dict()
+    ours.load_state_dict(saved)
+    saved["state"][0]["scaling_coeff"] = torch.tensor(2.0)
+    with pytest.raises(ValueError, match=r"parameter 0 has 'scaling_coeff', which is another number here; allowed are"):
+        ours.load_state_dict(saved)

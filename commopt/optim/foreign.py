@@ -156,6 +156,15 @@ def check_moments(name: str, given: Mapping[str, Any], moments: Iterable[Iterabl
             _refuse(name, f"its parameter {i} has no {lacking[0]!r}", f"parameters with {' and '.join(needed)}")
 
 
+def check_names(name: str, given: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raises ValueError if some parameter in ``given``, the state of an optimizer that is none of commopt's, has a
+    number by one of the names ``own``: what these mean elsewhere, nobody knows."""
+    for i in ids_of(given):
+        for key in given["state"].get(i, ()):
+            if key in own:
+                _refuse(name, f"its parameter {i} has {key!r}, which is another number here", "moments alone")
+
+
 def ids_of(given: Mapping[str, Any]) -> list[Any]:
     """What the parameters are known by in the state ``given``, in their order."""
     return [i for group in given["param_groups"] for i in group["params"]]
