@@ -55,14 +55,16 @@ class OneBitAdamOracle:
         lossy_warmup: (1 - b1) g is compressed in the warm-up, with the same residuals.
         coupled: wd x is a part of every rank's gradient; of the mean one in the warm-up.
         least: of the mean of its block, what an element of v stands as; 0 in the paper.
+        corrects: whether m and v are corrected for their start.
     """
 
     def __init__(
         self, x: list[float], world: int, freeze: int, *, lr: float, b1: float, b2: float, eps: float, wd: float,
         row_multiple: int, block: int | None, norm: str | None, rows: int | None = None,
-        lossy_warmup: bool = False, coupled: bool = False, least: float = 0.01,
+        lossy_warmup: bool = False, coupled: bool = False, least: float = 0.01, corrects: bool = True,
     ) -> None:  # fmt: skip
         self.least: float | None = least
+        self.corrects = corrects
         self.size, self.world, self.freeze = len(x), world, freeze
         self.rows = rows or world
         self.row = -(-len(x) // (self.rows * row_multiple)) * row_multiple
@@ -118,6 +120,7 @@ class OneBitAdamOracle:
             self.x[j] *= 1 if self.coupled else 1 - self.lr * self.wd
             if self.v[j] > 0 or self.t <= self.freeze:
                 c1, c2 = 1 - self.b1 ** self.steps[j], 1 - self.b2 ** self.refreshed[j]
+                c1, c2 = (c1, c2) if self.corrects else (1, 1)
                 self.x[j] -= self.lr / c1 * self.m[j] / (math.sqrt(self.v[j] / c2) + self.eps)
 
     def _raise(self) -> None:

@@ -41,14 +41,15 @@ class ZeroOneAdamOracle:
         block, norm: of the sign compressor; ``norm=None`` sends the values themselves.
         coupled: wd x_i is a part of every rank's gradient.
         least: of the mean of its block, what an element of v is at least when it has moved; 0 in the paper.
+        corrects: whether m and v are corrected for their start.
     """
 
     def __init__(
         self, x: list[float], ranks: int, exact: set[int], sync: set[int], *, b1: float, b2: float, eps: float,
         wd: float, row_multiple: int, block: int | None, norm: str | None, per_node: int = 1,
-        coupled: bool = False, least: float = 0.01,
+        coupled: bool = False, least: float = 0.01, corrects: bool = True,
     ) -> None:  # fmt: skip
-        self.least, self.moved = least, False
+        self.least, self.moved, self.corrects = least, False, corrects
         self.size, self.ranks, self.per_node = len(x), ranks, per_node
         self.exact, self.sync = exact, sync
         self.row = -(-len(x) // (ranks * row_multiple)) * row_multiple
@@ -109,10 +110,10 @@ class ZeroOneAdamOracle:
             self._round(set(here), moving)
 
     def _c(self, j: int) -> float:
-        return 1 - self.b1 ** self.first[j]
+        return 1 - self.b1 ** self.first[j] if self.corrects else 1
 
     def _d(self, j: int) -> float:
-        return math.sqrt(self.v[j] / (1 - self.b2 ** self.refreshed[j])) + self.eps
+        return math.sqrt(self.v[j] / (1 - self.b2 ** self.refreshed[j] if self.corrects else 1)) + self.eps
 
     def _exact(self, grads: list[list[float]], lr: float, here: list[int]) -> None:
         m = self.m[0]
@@ -122,7 +123,7 @@ class ZeroOneAdamOracle:
             g = sum(grad[j] for grad in grads) / self.ranks + self.pull * self.anchor[j]
             m[j] = self.b1 * m[j] + (1 - self.b1) * g
             self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
-            c = lr / (1 - self.b1 ** self.steps[j])
+            c = lr / (1 - self.b1 ** self.steps[j] if self.corrects else 1)
             self.anchor[j] = self.anchor[j] * (1 - lr * self.wd) - c * m[j] / self._d(j)
         self._begin()
 

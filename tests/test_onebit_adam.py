@@ -112,13 +112,15 @@ def test_every_step_is_that_of_the_paper_on_lists(
 ):
     """float64 parameters, so that nothing but the algorithm is compared. Bits of a sign may not differ even once.
     ``absent``: parameters come and go, in blocks that they share with others. ``lossy_warmup``: gradients are sent by
-    the same compressor, with the same residuals. ``changes``: so do all hyper-parameters, at every step."""
+    the same compressor, with the same residuals. ``changes``: so do all hyper-parameters, at every step. Half of the
+    cases have no bias correction."""
+    corrects = changes != decoupled
     sizes: list[tuple[int, ...]] = [(3, 7), (), (40,), (0, 2), (2, 5)]
     settings = {"lr": 0.02, "eps": 1e-6}
     oracle = OneBitAdamOracle(
         flat(some_params(sizes)), world_size, 6, **settings, b1=0.9, b2=0.98, wd=0.05,
         row_multiple=ROW_MULTIPLE, block=block, norm=norm, lossy_warmup=lossy_warmup,
-        coupled=not decoupled,
+        coupled=not decoupled, corrects=corrects,
     )  # fmt: skip
     expected = []
 
@@ -144,6 +146,7 @@ def test_every_step_is_that_of_the_paper_on_lists(
             betas=(0.9, 0.98),
             weight_decay=0.05,
             decoupled_weight_decay=decoupled,
+            bias_correction=corrects,
             freeze_step=6,
             compressor=compressor,
             warmup_compressor=compressor if lossy_warmup else None,

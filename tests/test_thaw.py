@@ -530,3 +530,21 @@ def test_a_variance_that_moves_again_settles_anew():
         return [bucket.numbers[name].tolist() for name in settling.SCALARS]
 
     assert not any(any(numbers) for numbers in on_threads(2, run)[0])
+
+
+@pytest.mark.parametrize(("corrects", "updates"), [(True, 10), (False, 20)])
+def test_a_variance_that_moves_again_has_few_updates_only_where_these_correct_it(corrects, updates):
+    """Few updates let it move soon. Without bias correction it is used as it is, however many it has had."""
+
+    def run(backend):
+        params, optimizer = make(backend, freeze_step=20, bias_correction=corrects)
+        seen = []
+
+        def look(t):
+            if not seen and what(optimizer)[0][1]:
+                seen.append([int(optimizer.state[p]["variance_step"]) for p in params])
+
+        steps(params, optimizer, backend, range(1, 80), blows_up, after=look)
+        return seen
+
+    assert on_threads(2, run) == [[[updates] * len(SIZES)]] * 2

@@ -74,6 +74,8 @@ class OneBitAdam(WarmupOptimizer):
         maximize: go up instead of down.
         decoupled_weight_decay: whether the decay is AdamW's, x (1 - lr wd), or Adam's, a part of each rank's gradient,
             g_i + wd x.
+        bias_correction: whether m and v are divided by 1 - b1^t and 1 - b2^t, as Adam's are; the published code of
+            1-bit Adam never does.
         freeze_step: steps of warm-up T_w, an int >= 1; or "auto", when all ranks agree that the variance has settled:
             the number then replaces "auto" in the group.
         thaw: whether a variance that was frozen too early moves again (:mod:`commopt.optim.thaw`): "auto" if
@@ -118,6 +120,7 @@ class OneBitAdam(WarmupOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
         freeze_step: int | Literal["auto"] = "auto",
         thaw: Literal["auto", "always", "never"] = "auto",
         min_variance: float = floor.LEAST,
@@ -139,6 +142,7 @@ class OneBitAdam(WarmupOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
             **warmup_defaults(freeze_step, thaw, min_variance),
         }
         super().__init__(
@@ -163,6 +167,7 @@ class OneBitAdam(WarmupOptimizer):
         checks.check_at_least("weight_decay", group["weight_decay"], 0)
         checks.check_bool("maximize", group["maximize"])
         checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
+        checks.check_bool("bias_correction", group["bias_correction"])
         checks.check_freeze_step(group["freeze_step"])
         checks.check_thaw(group["thaw"])
         checks.check_min_variance(group["min_variance"])

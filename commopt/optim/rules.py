@@ -46,7 +46,7 @@ def adam_(
         params: x, of any floating dtype; the arithmetic is done in the dtype of the state.
         grads, exp_avgs, exp_avg_sqs: g, m and v, all of the dtype of the state.
         counts: (t, t') of each parameter, this step included: how often m and v have been updated.
-        group: lr, betas, eps, weight_decay, decoupled_weight_decay.
+        group: lr, betas, eps, weight_decay, decoupled_weight_decay, bias_correction.
     """
     if not params:
         return
@@ -388,9 +388,11 @@ def scaled_gradient(x: Tensor, grad: Tensor | None, dtype: torch.dtype, scale: f
 
 
 def bias_corrections(counts: list[tuple[float, float]], group: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """lr / (1 - b1^t) and sqrt(1 - b2^t') for each (t, t')."""
+    """lr / (1 - b1^t) and sqrt(1 - b2^t') for each (t, t'); lr and 1 where the group has no bias correction."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     lr = lr.cpu() if isinstance(lr, Tensor) else lr  # waited for once
+    if not group.get("bias_correction", True):
+        return [float(lr)] * len(counts), [1.0] * len(counts)
     step_sizes = [float(lr / (1 - beta1**t)) for t, _ in counts]
     return step_sizes, [(1 - beta2**t) ** 0.5 for _, t in counts]
 

@@ -266,7 +266,7 @@ class FrozenVariance:
     def _thaw(self, optimizer: CommOptimizer, back: Sequence[dict[str, Any]], why: str) -> None:
         """Lets the variance of the groups that go ``back`` move, and counts that as ``why``."""
         for bucket, group in optimizer.compressed_buckets(back):
-            thaw(bucket, group["betas"], self.corrects_bias)
+            thaw(bucket, group["betas"], self.corrects_bias and group.get("bias_correction", True))
         for group in back:
             group.update({self.words.key: "auto", "thawed": group["step"], why: group[why] + 1})
             group.update(watch_lr=0.0, look_trend=0.0, look_lr=0.0)  # what has grown need not be waited for

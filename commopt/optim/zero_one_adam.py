@@ -117,6 +117,8 @@ class ZeroOneAdam(CommOptimizer):
         maximize: go up instead of down.
         decoupled_weight_decay: whether the decay is AdamW's, x (1 - lr wd), or Adam's, a part of each rank's gradient,
             g_i + wd x_i.
+        bias_correction: whether m and v are divided by 1 - b1^t and 1 - b2^k, as Adam's are; the published code of
+            0/1 Adam never does.
         variance: T_v, a :class:`VariancePolicy` or a mapping of its arguments. Its ``stop`` must fit the run: ``sync``
             counts from there; "auto" finds it as 1-bit Adam does. In a parameter group it is the numbers
             ``variance_kappa`` and ``variance_stop``.
@@ -166,6 +168,7 @@ class ZeroOneAdam(CommOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
         variance: VariancePolicy | Mapping[str, Any] | None = None,
         sync: SyncPolicy | Mapping[str, Any] | None = None,
         thaw: Literal["auto", "always", "never"] = "auto",
@@ -187,6 +190,7 @@ class ZeroOneAdam(CommOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
             **thaw_defaults(thaw),
             **floor.defaults(min_variance),
             "rare_until": 0,  # the last step at which parameters had few gradients, or none: T_v is counted from there
@@ -217,6 +221,7 @@ class ZeroOneAdam(CommOptimizer):
         checks.check_at_least("weight_decay", group["weight_decay"], 0)
         checks.check_bool("maximize", group["maximize"])
         checks.check_bool("decoupled_weight_decay", group["decoupled_weight_decay"])
+        checks.check_bool("bias_correction", group["bias_correction"])
         checks.check_thaw(group["thaw"])
         checks.check_min_variance(group["min_variance"])
         schedule.check_policies(group)
