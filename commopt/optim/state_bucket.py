@@ -214,16 +214,16 @@ class StateBucket(Bucket):
         return self._state
 
     def adopt(self, name: str) -> bool:
-        """Copies parameters to the flat buffer ``name``, but for those that it rounds to; returns whether any were
-        copied. None are while parameters are elsewhere than the buffer, or nowhere."""
+        """Copies parameters to the flat buffer ``name``, but for those that it rounds to, and those with inf or NaN;
+        returns whether any were copied. None are while parameters are elsewhere than the buffer, or nowhere."""
         if self.stale() or self.device.type == "meta":
             return False
         kept = self.tensors(name)
         changed = torch.stack([(x.to(p.dtype) != p).any() for p, x in zip(self.values, kept)]).tolist()
-        for p, x, new in zip(self.values, kept, changed):
-            if new:
-                x.copy_(p)
-        return any(changed)
+        found = [(p, x) for p, x, new in zip(self.values, kept, changed) if new and p.isfinite().all()]
+        for p, x in found:
+            x.copy_(p)
+        return bool(found)
 
     def rests(self, absent: Sequence[int]) -> bool:
         """True if nothing of it has a gradient on any rank, as those of the indices ``absent`` have none: then it need
