@@ -2,7 +2,7 @@
 """Hosts on a network of a chosen speed, on one machine: network namespaces on one bridge, every NIC shaped both ways.
 
     scripts/netbed.py --hosts 2 --rate 100mbit [--ranks-per-host 1] -- python train.py ...
-    scripts/netbed.py --hosts 4 --rate 20mbit --latency 100ms -- python train.py ...
+    scripts/netbed.py --hosts 4 --rate 20mbit --latency 100ms --loss 1% -- python train.py ...
     scripts/netbed.py --hosts 2 --rate 1gbit --check
 
 The command runs once per rank, in its host's namespace and on its host's cores, with the environment that torchrun
@@ -11,8 +11,9 @@ would set (RANK, WORLD_SIZE, MASTER_ADDR, ...), so that a script for torchrun ru
 
 Both ends of a host's cable are shaped by a token bucket (tbf): what the host sends at its own end, what it receives at
 the bridge. Latency is that of the machine, some 0.05 ms, plus what waits in the buckets; more of it, if asked for, is
-made by scripts/netbed_switch.py, in place of the bridge. TCP hands its packets over in trains of up to a burst, as to a
-NIC that segments; the NIC's counters see the headers once a train. A host can be cut off, and come back.
+made by scripts/netbed_switch.py, in place of the bridge, and so is the loss of packets. TCP hands its packets over in
+trains of up to a burst, as to a NIC that segments (one by one where some are lost); the NIC's counters see the headers
+once a train. A host can be cut off, and come back.
 
 Nothing can stay behind: namespaces, bridge and interfaces have no names in the system, they exist while a process of
 ours holds them; and a guard outlives us just long enough to kill the ranks, even when we are killed ourselves.
@@ -45,6 +46,7 @@ UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLOWEST, FASTEST = 64 * 10**3, 100 * 10**9
 MOST_HOSTS = 250  # addresses of one /24
 SLOWEST_WAY = 10e3  # ms
+MOST_LOSS = 50.0  # %
 
 GUARD = 'while read -r leader; do groups="$groups -$leader"; done; kill -s KILL -- $groups'
 """Reads the process groups of the ranks; when nobody can write to it any more, ends them."""
@@ -79,6 +81,14 @@ def parse_latency(text: str) -> float:
     if match is None or not float(match[1]) <= SLOWEST_WAY:
         raise BedError(f"latency {text!r}: expected a number with ms, such as 100ms, from 0 to {SLOWEST_WAY:g}ms")
     return float(match[1]) / 1e3
+
+
+def parse_loss(text: str) -> float:
+    """Share of "1%", "0.5%", ..."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    if match is None or not float(match[1]) <= MOST_LOSS:
+        raise BedError(f"loss {text!r}: expected a number with %, such as 1%, from 0% to {MOST_LOSS:g}%")
+    return float(match[1]) / 100
 
 
 def burst(rate: int) -> int:
@@ -224,7 +234,7 @@ class Loopback:
 
 class NetBed(Loopback):
     """Hosts in network namespaces of their own, on one bridge, at ``rate`` bits per second each way (None: unshaped),
-    and ``latency`` seconds from each to any other.
+    ``latency`` seconds from each to any other, and ``loss`` of the packets lost on that way, by chance.
 
     Raises:
         BedError: if it cannot be made; nothing is left then.
@@ -237,9 +247,10 @@ class NetBed(Loopback):
         ranks_per_host: int = 1,
         cores_per_host: int | None = None,
         latency: float = 0.0,
+        loss: float = 0.0,
     ) -> None:
         super().__init__(hosts, ranks_per_host, cores_per_host)
-        self.interface, self.latency = NIC, latency
+        self.interface, self.latency, self.loss = NIC, latency, loss
         self.switch: subprocess.Popen[bytes] | None = None
         self.rate = rate  # type: ignore[assignment]
         self.spaces: list[int] = []  # file descriptors of the namespaces: the hosts', then the switch's
@@ -254,17 +265,18 @@ class NetBed(Loopback):
             raise
 
     def _build(self) -> None:
+        switched = self.latency or self.loss
         with enter(self.spaces[-1]):
-            if not self.latency:
+            if not switched:
                 tool("ip link add bridge type bridge")
                 tool("ip link set bridge up")
             for h, space in enumerate(self.spaces[:-1]):
                 peer = f"/proc/{os.getpid()}/fd/{space}"
                 tool(f"ip link add port{h} type veth peer name {NIC} netns {peer}")
-                tool(f"ip link set port{h} {'' if self.latency else 'master bridge'} addrgenmode none up")
+                tool(f"ip link set port{h} {'' if switched else 'master bridge'} addrgenmode none up")
                 self._shape(f"port{h}")
-            if self.latency:
-                self._delay()
+            if switched:
+                self._start_switch()
         for h, space in enumerate(self.spaces[:-1]):
             with enter(space):
                 tool("ip link set lo up")
@@ -273,11 +285,11 @@ class NetBed(Loopback):
                 self._shape(NIC)
         self._wait_for_switch()
 
-    def _delay(self) -> None:
+    def _start_switch(self) -> None:
         cables = [packet_socket(f"port{h}") for h in range(self.hosts)]
         passed = [cable.fileno() for cable in cables]
-        command = [sys.executable, str(Path(__file__).with_name("netbed_switch.py")), str(self.latency)]
-        command += map(str, passed)
+        command = [sys.executable, str(Path(__file__).with_name("netbed_switch.py"))]
+        command += map(str, (self.latency, self.loss, *passed))
         pipe = subprocess.PIPE
         self.switch = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=passed, start_new_session=True)
         for cable in cables:
@@ -318,6 +330,8 @@ class NetBed(Loopback):
             # What exceeds the burst is cut into packets by the CPU, 8 ms of a core for 0.7 MB; a NIC does it itself.
             tool(f"ip link set {interface} gso_max_size {min(65536, burst(self.rate) * 9 // 10)}")
             tool(f"tc qdisc replace dev {interface} {tbf(self.rate)}")
+        if self.loss:
+            tool(f"ip link set {interface} gso_max_segs 1")
 
     def close(self) -> None:
         if self.switch is not None:
@@ -428,6 +442,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default: 2)")
     parser.add_argument("--rate", default="none", help='each way, such as 100mbit; "none": unshaped (default)')
     parser.add_argument("--latency", default="0ms", help="from host to host, one way, such as 100ms (default: 0ms)")
+    parser.add_argument("--loss", default="0%", help="of the packets on their way, such as 1%% (default: 0%%)")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (default: 1)")
     parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")
     parser.add_argument("--timeout", type=float, help="seconds after which everything is ended")
@@ -442,7 +457,7 @@ def main() -> int:
     exit_on_signals()
     try:
         place = (args.hosts, parse_rate(args.rate), args.ranks_per_host, args.cores)
-        with NetBed(*place, parse_latency(args.latency)) as bed:
+        with NetBed(*place, parse_latency(args.latency), parse_loss(args.loss)) as bed:
             if args.check:
                 print(f"netbed: TCP brings {bed.goodput() / 1e6:.1f} Mbit/s at rate {args.rate}", file=sys.stderr)
             if not args.command:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Latency for scripts/netbed.py: a switch that keeps every frame for a while.
+"""Latency and loss for scripts/netbed.py: a switch that keeps every frame for a while, and drops some.
 
 Kernels of containers and of small virtual machines often lack netem. So the cables of the hosts do not end at a bridge,
 but here: what a host sends is kept for the latency, and goes out where its destination was last heard, or everywhere. A
 frame keeps its offloads (checksums, segments), as on the way between two interfaces of the kernel.
 
-    netbed_switch.py SECONDS FD ...     packet sockets at this end of each host's cable; ends when stdin does
+    netbed_switch.py SECONDS LOSS FD ...     packet sockets at this end of each host's cable; ends when stdin does
 
 It prints ``READY`` when it is there: hosts that have asked for each other's addresses for three seconds give up.
 """
@@ -13,6 +13,7 @@ It prints ``READY`` when it is there: hosts that have asked for each other's add
 from __future__ import annotations
 
 import contextlib
+import random
 import selectors
 import socket
 import sys
@@ -52,10 +53,11 @@ class Switch:
     Args:
         cables: this end of each.
         delay: seconds that a frame is kept.
+        loss: share of the frames that are dropped; always the same ones of as many.
     """
 
-    def __init__(self, cables: Sequence[socket.socket], delay: float) -> None:
-        self.cables, self.delay = cables, delay
+    def __init__(self, cables: Sequence[socket.socket], delay: float, loss: float = 0.0) -> None:
+        self.cables, self.delay, self.loss, self.chance = cables, delay, loss, random.Random(0)
         self.waiting: deque[tuple[float, socket.socket, bytes]] = deque()  # by when it is due
         self.heard: dict[bytes, socket.socket] = {}  # where each address was, last
 
@@ -64,6 +66,8 @@ class Switch:
         with contextlib.suppress(OSError):  # nothing more; or the interface is down
             for _ in range(AT_ONCE):
                 frame = cable.recv(LARGEST)
+                if self.chance.random() < self.loss:
+                    continue
                 self.waiting.append((time.monotonic() + self.delay, cable, frame))
 
     def give(self) -> float | None:
@@ -96,8 +100,8 @@ def run(switch: Switch) -> None:
 
 
 def main() -> None:
-    delay, *numbers = sys.argv[1:]
-    switch = Switch([socket.socket(fileno=int(number)) for number in numbers], float(delay))
+    delay, loss, *numbers = sys.argv[1:]
+    switch = Switch([socket.socket(fileno=int(number)) for number in numbers], float(delay), float(loss))
     print(READY, flush=True)
     run(switch)
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from commopt.comm import Backend, ExchangingBackend
 
+LONG = 160_001  # so that they may go in several pieces
 
-def conformance(backend: Backend, pairs: bool = True) -> None:
-    """What every backend must do; called on every rank. ``pairs``: also what one must do for gossip."""
+
+def conformance(backend: Backend, pairs: bool = True, long: int = LONG) -> None:
+    """What every backend must do; called on every rank. ``pairs``: also what one must do for gossip; ``long``: elements
+    of long rows."""
     rank, world = backend.rank, backend.world_size
     assert 0 <= rank < world
     for dtype in (torch.float32, torch.float64):
         x = torch.arange(5, dtype=dtype) + 10 * rank
         backend.all_reduce(x).wait()
         assert torch.equal(x, torch.arange(5, dtype=dtype) + 10 * (world - 1) / 2)
-    given = (torch.arange(world).view(-1, 1) * 16 + rank).repeat(1, 3).to(torch.uint8)
-    out = torch.zeros_like(given)
-    backend.all_to_all(out, given).wait()
-    assert torch.equal(out, (torch.arange(world).view(-1, 1) + 16 * rank).repeat(1, 3).to(torch.uint8))
-    out = torch.zeros(world, 4, dtype=torch.uint8)
-    backend.all_gather(out, torch.full((4,), rank + 1, dtype=torch.uint8)).wait()
-    assert torch.equal(out, torch.arange(1, world + 1).view(-1, 1).repeat(1, 4).to(torch.uint8))
+    for length in (3, long):
+        columns, ranks = torch.arange(length, dtype=torch.int32) % 7, torch.arange(world).view(-1, 1)
+        given = (columns * 16 * world + ranks * world + rank).int()
+        out = torch.zeros_like(given)
+        backend.all_to_all(out, given).wait()
+        assert torch.equal(out, (columns * 16 * world + rank * world + ranks).int())
+        out = torch.zeros(world, length, dtype=torch.int32)
+        backend.all_gather(out, columns + 7 * rank).wait()
+        assert torch.equal(out, (columns + 7 * ranks).int())
     x = torch.full((3,), float(rank))
     backend.broadcast(x, src=world - 1).wait()
     assert torch.equal(x, torch.full((3,), float(world - 1)))
@@ -33,20 +40,24 @@ def conformance(backend: Backend, pairs: bool = True) -> None:
     assert torch.allclose(b, torch.full((2,), sum(r * r for r in range(world)) / world))
     assert isinstance(backend, Backend)
     if pairs:
-        exchanges(backend)
+        exchanges(backend, long)
 
 
-def exchanges(backend: Backend) -> None:
-    """What a backend whose ranks talk in pairs must do; called on every rank."""
+def exchanges(backend: Backend, long: int = LONG) -> None:
+    """What a backend whose ranks talk in pairs must do; called on every rank. ``long``: elements of a long message."""
     assert isinstance(backend, ExchangingBackend)
     rank, world = backend.rank, backend.world_size
     for distance in range(world + 1):  # round the ring, to oneself too
-        for dtype, shape in ((torch.float32, (3,)), (torch.float64, (2, 5)), (torch.uint8, (7,)), (torch.int64, ())):
-            x, out = torch.full(shape, 3 * rank + distance, dtype=dtype), torch.full(shape, 99, dtype=dtype)
+        for dtype, shape in (
+            (torch.float32, (3,)), (torch.float64, (2, 5)), (torch.uint8, (7,)), (torch.int64, ()), (torch.uint8, (0,)),
+            (torch.float32, (long,)),
+        ):  # fmt: skip
+            places = torch.arange(math.prod(shape)).view(shape) % 5
+            x, out = (places + 3 * rank + distance).to(dtype), torch.full(shape, 99, dtype=dtype)
             left, right = (rank - distance) % world, (rank + distance) % world
             backend.exchange(out, x, right, left).wait()
-            assert torch.equal(out, torch.full(shape, 3 * left + distance, dtype=dtype))
-            assert torch.equal(x, torch.full(shape, 3 * rank + distance, dtype=dtype))
+            assert torch.equal(out, (places + 3 * left + distance).to(dtype))
+            assert torch.equal(x, (places + 3 * rank + distance).to(dtype))
     peer = rank ^ 1 if rank ^ 1 < world else rank  # in pairs; of an odd number the last has nobody
     outs = [torch.zeros(2) for _ in range(3)]
     mean = torch.full((2,), float(rank))

@@ -153,7 +153,7 @@ def scene_pieces(backend: MPIBackend) -> int:
     with mock.patch.object(mpi_module._Calls, "Test", noted):
         for limit, n in itertools.product((1, 7, 64), (0, 1, 5, 33, 257)):
             with mock.patch.object(mpi_module, "MOST", limit):
-                conformance(backend)
+                conformance(backend, long=50)
                 rows = [
                     given(r, world * n, torch.float64).view(torch.uint8)[::8].reshape(world, n) for r in range(world)
                 ]
@@ -260,7 +260,7 @@ class TestUnderMpirun:
         assert all(r["late"] for r in ranks)
 
     def test_what_mpi_cannot_read_goes_through_the_host(self, ranks):
-        verbs = 2 + 2 + 2 + 1 + 2 + 2  # a copy of what is reduced or broadcast, one each of what is given and received
+        verbs = 2 + 2 * (2 + 2) + 1 + 2 + 2  # a copy of what is reduced or broadcast, one each of what is given and received
         assert all(len(r["staged"]) == verbs for r in ranks)
 
     def test_work_ends_once(self, ranks):

@@ -5,6 +5,7 @@ What needs network namespaces is skipped without root or iproute2, and says so.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -386,6 +387,32 @@ def test_what_is_sent_comes_whole_and_after_the_latency() -> None:
         assert switch is not None
         assert switch.poll() is None
     assert switch.poll() == 0
+
+
+@pytest.mark.parametrize("loss", ["", "1", "-1%", "51%", "nan%"])
+def test_a_loss_that_cannot_be_made_is_refused(loss: str) -> None:
+    with pytest.raises(netbed.BedError, match=r"loss .*expected a number with %"):
+        netbed.parse_loss(loss)
+
+
+@needs_bed
+def test_of_packets_that_are_sent_one_by_one_a_share_is_lost() -> None:
+    with netbed.NetBed(2, loss=0.25) as bed:
+        with bed.inside(0):
+            sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with bed.inside(1):
+            receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            receiver.bind((bed.address(1), 0))
+        with sender, receiver:
+            receiver.settimeout(1)
+            came = 0
+            for _ in range(400):
+                sender.sendto(b"x", receiver.getsockname())
+                time.sleep(0.001)
+            with contextlib.suppress(TimeoutError):
+                while receiver.recv(1):
+                    came += 1
+    assert 230 < came < 370  # 300 expected; 4 sigma are 35, and the hosts' asking for addresses may lose some more
 
 
 @needs_bed

@@ -62,10 +62,10 @@ class ExchangingBackend(Backend, Protocol):
     def exchange(self, out: Tensor, inp: Tensor, dst: int, src: int) -> Work:
         """``inp`` goes to rank ``dst``; ``out``, of its shape and dtype, comes from rank ``src``.
 
-        Every rank calls it, at the same place in the order of collectives, and the rank that is one's ``dst`` has this
-        rank as its ``src``: two ranks that name each other swap, and on a ring each sends to the right what comes from
-        the left. A rank that has nobody to talk to gives its own number twice, and ``out`` is ``inp`` then. It may be
-        done when the two others have come, whoever else has not.
+        Every rank calls it, with as many elements, at the same place in the order of collectives, and the rank that is
+        one's ``dst`` has this rank as its ``src``: two ranks that name each other swap, and on a ring each sends to the
+        right what comes from the left. A rank that has nobody to talk to gives its own number twice, and ``out`` is
+        ``inp`` then. It may be done when the two others have come, whoever else has not.
         """
 
 

@@ -163,7 +163,7 @@ class _OverGroup(GroupChannel):
 
     def all_gather(self, out: Tensor, inp: Tensor) -> GlooWork:
         seconds = timeout_of(self.group).total_seconds()
-        return GlooWork(super().all_gather(out, inp), self._meeting, "opening", self._number, seconds)
+        return GlooWork([super().all_gather(out, inp)], self._meeting, "opening", self._number, seconds)
 
 
 def _meeting(group: dist.ProcessGroup, store: dist.Store) -> StoreMeeting:
