@@ -774,3 +774,29 @@ def test_where_no_openmp_is_loaded_the_kernels_run_on_one_thread(monkeypatch, ca
     assert [record.message for record in caplog.records] == [
         "This torch has loaded no OpenMP library: the native CPU kernels run on one thread."
     ]
+
+
+# ctypes opens nothing for all to see, so that torch is what it is on ARM, where it loads OpenMP for itself alone.
+LOCAL = """
+import ctypes, os
+opened = ctypes.CDLL
+ctypes.CDLL = lambda name, mode=ctypes.DEFAULT_MODE: opened(name)
+import torch
+from commopt.ops import native
+def threads():
+    return len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)
+x, bits = torch.empty(1 << 18), torch.empty(1 << 15, dtype=torch.uint8)
+before = threads()
+native._pack_nonzero(x, bits)
+packed = threads()
+x + x
+print(hasattr(opened(None), "GOMP_parallel"), native.library.commopt_threaded(), packed - before, threads() - packed)
+"""
+
+
+@pytest.mark.skipif(native.library is None, reason="no native kernels")
+def test_the_kernels_threads_are_those_of_torch_where_its_openmp_is_not_global():
+    done = subprocess.run([sys.executable, "-c", LOCAL], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "1", "1", "0"]
+    assert not done.stderr

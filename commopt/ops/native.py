@@ -4,8 +4,7 @@ The library is built from ``kernels/cpu`` when the package is installed. Where i
 version of this file, one warning says so and the reference serves instead. ``COMMOPT_NATIVE=0`` in the environment
 keeps the reference on purpose, without a warning.
 
-The library links no OpenMP: its threads are those of the OpenMP library that torch has loaded, whose functions are
-global once torch is imported.
+The library links no OpenMP: its threads are those of the OpenMP library that torch calls.
 
 Calls release the GIL. What a kernel does not handle (float64, a strided parameter, ...) goes to the reference.
 """
@@ -26,7 +25,7 @@ from torch import Tensor
 from commopt.ops import catalogue, native_bfloat16, native_integers, native_threshold, native_top_k, reference
 from commopt.ops.arguments import Served, address, gradient_runs, pointer, runs_of
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """Changes with every signature in ``kernels/cpu``; ``dispatch.cpp`` states the same number."""
 
 LIBRARY = Path(__file__).with_name("libcommopt_cpu.so")
@@ -50,6 +49,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     **native_threshold.SIGNATURES,
     **native_top_k.SIGNATURES,
 }
+_OPENMP = ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num")
 _logger = logging.getLogger("commopt")
 _calls: dict[str, Callable[..., int]] = {}
 
@@ -73,7 +73,21 @@ def load(path: Path) -> ctypes.CDLL:
         function.argtypes = arguments
         function.restype = ctypes.c_int
         _calls[name] = function
+    library.commopt_use_openmp((ctypes.c_void_p * 3)(*_openmp_functions()))
     return library
+
+
+def _openmp_functions() -> list[int | None]:
+    """Addresses of the functions that threads are made by; empty where torch has none.
+
+    They are sought as the loader does for torch: what is global comes first (torch for x86-64 loads its OpenMP so, and
+    a library of LD_PRELOAD replaces it), then what torch is linked with (torch for ARM).
+    """
+    for scope in (None, torch._C.__file__):
+        found = ctypes.CDLL(scope)
+        if all(hasattr(found, name) for name in _OPENMP):
+            return [ctypes.cast(getattr(found, name), ctypes.c_void_p).value for name in _OPENMP]
+    return []
 
 
 def use_isa(name: str) -> bool:

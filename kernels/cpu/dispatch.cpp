@@ -5,7 +5,7 @@
 #include "parallel.hpp"
 
 // Changes with every signature of an exported function; commopt/ops/native.py states the same number.
-#define COMMOPT_ABI_VERSION 12
+#define COMMOPT_ABI_VERSION 13
 
 namespace commopt {
 namespace {
@@ -54,11 +54,16 @@ const Choice* chosen = find("");
 
 const Kernels& kernels() { return *chosen->kernels; }
 
+OpenMP openmp = {};
+
 }  // namespace commopt
 
 extern "C" {
 
 int commopt_abi_version() { return COMMOPT_ABI_VERSION; }
+
+// Gives the kernels threads. Not for use while another thread is in a kernel.
+void commopt_use_openmp(const commopt::OpenMP* functions) { commopt::openmp = *functions; }
 
 // Whether the kernels have threads: torch has loaded an OpenMP library.
 int commopt_threaded() { return commopt::has_threads(); }

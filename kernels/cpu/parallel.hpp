@@ -7,16 +7,17 @@
 #include <xmmintrin.h>
 #endif
 
-// What GCC makes of OpenMP's pragmas. Every OpenMP library has these (GCC's, LLVM's, Intel's). None is linked: they are
-// looked up in the one that torch has loaded, so that a process has one pool of threads, whoever built this library and
-// whatever torch calls its own. Null where there is none; the kernels then run on the caller's thread.
-extern "C" {
-__attribute__((weak)) void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags);
-__attribute__((weak)) int omp_get_num_threads();
-__attribute__((weak)) int omp_get_thread_num();
-}
-
 namespace commopt {
+
+// What GCC makes of OpenMP's pragmas. Every OpenMP library has these (GCC's, LLVM's, Intel's). None is linked: native.py
+// hands over those that torch calls, so that a process has one pool of threads, whoever built this library and whatever
+// torch calls its own. Null where there is none; the kernels then run on the caller's thread.
+struct OpenMP {
+    void (*parallel)(void (*run)(void*), void* data, unsigned threads, unsigned flags);  // GOMP_parallel
+    int (*num_threads)();
+    int (*thread_num)();
+};
+extern OpenMP openmp;
 
 // Elements below which a second thread does not pay. Entering an OpenMP region costs microseconds at best, and
 // hundreds where its threads have gone to sleep or the cores are busy.
@@ -71,7 +72,7 @@ struct KeepDenormals : InFloatMode {
 };
 
 // Whether there are threads to share the work.
-inline bool has_threads() { return GOMP_parallel && omp_get_num_threads && omp_get_thread_num; }
+inline bool has_threads() { return openmp.parallel && openmp.num_threads && openmp.thread_num; }
 
 // What the threads of a team are given: each takes one run of the tasks, in the caller's mode, as theirs is their own.
 template <class Run>
@@ -83,7 +84,7 @@ struct Team {
     static void work(void* data) {
         const Team& team = *static_cast<const Team*>(data);
         const InFloatMode alike(team.mode);
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t threads = openmp.num_threads(), thread = openmp.thread_num();
         const int64_t stop = team.tasks * (thread + 1) / threads;
         for (int64_t task = team.tasks * thread / threads; task < stop; ++task) team.run(task);
         flush_streams();
@@ -103,7 +104,7 @@ void parallel_for(int64_t tasks, int64_t work, int threads, const Run& run) {
         return;
     }
     Team<Run> team{run, tasks};
-    GOMP_parallel(Team<Run>::work, &team, unsigned(size), 0);
+    openmp.parallel(Team<Run>::work, &team, unsigned(size), 0);
 }
 
 }  // namespace commopt
