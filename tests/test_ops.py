@@ -485,7 +485,7 @@ def test_where_the_variance_is_zero_a_parameter_only_decays(isa):
 def test_frozen_adam_reference_keeps_temporaries_small():
     n = 8 * 2**20
     p, m, v = torch.zeros(n), torch.ones(n), torch.ones(n)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         reference.frozen_adam_apply_([p], [m], [v], [1.0], [1.0], 0.0, 1.0)
     assert bool((p == -1).all())
     sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
