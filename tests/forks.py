@@ -59,6 +59,9 @@ PRELOADED = (
 )  # fmt: skip
 """What processes of the tests import. It must start no thread, and compute nothing: a fork has one thread only."""
 
+NO_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Older torch (2.6) and pyarrow (25) start threads when they are imported, unless the environment says so."""
+
 
 def python() -> str:
     """The path of a program to start in place of ``sys.executable``; it knows -m, -c, -u and files."""
@@ -78,7 +81,8 @@ def start_server() -> None:
     listener.bind(address)
     listener.listen(64)
     command = [sys.executable, __file__, str(listener.fileno())]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    env = os.environ | NO_THREADS
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env)
     listener.close()
     os.environ[FOLDER] = folder
 
@@ -226,7 +230,11 @@ def become(argv: list[str], env: dict[str, str], folder: str, parent: int, cores
 
 def main() -> None:
     for name in PRELOADED:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:  # not every torch has all of its modules
+            if error.name != name or not name.startswith("torch."):
+                raise
     dynamic_rendezvous = sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"]
     # What torchrun logs has names from inspect.stack(), which looks through all modules, for half a second in all.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
