@@ -237,11 +237,13 @@ def run_crossed(rank: int, world: int) -> dict[str, Any]:
 
 
 def run_mixed(rank: int, world: int) -> dict[str, Any]:
-    """A group that is not Gloo alone: what NCCL takes, but for the GPU. Rank 1 has made a group more than rank 0."""
+    """A group that is not Gloo alone: what NCCL takes, but for the GPU. Rank 1 has a group more than rank 0."""
     out: dict[str, Any] = {}
     ranks = list(range(world))
     group = dist.new_group(ranks, timedelta(seconds=77), backend="cpu:gloo")
+    count = dist.distributed_c10d._world.group_count
     own = TorchBackend(group).own().group
+    out["counted"] = dist.distributed_c10d._world.group_count - count
     out["other"] = own is not group and dist.get_process_group_ranks(own) == ranks
     out["timeout"] = timeout_of(own).total_seconds()
     out["control"] = type(open_control(TorchBackend(group))).__name__
@@ -259,8 +261,7 @@ def run_mixed(rank: int, world: int) -> dict[str, Any]:
             "sum": mine.tolist(),
             "channels": len(optimizer.topology.replicas[0].channels or []),
         }
-    if rank == 1:
-        dist.new_group([1], backend="cpu:gloo", use_local_synchronization=True)
+    dist.new_group([1], backend="cpu:gloo")
     group = dist.new_group(ranks, backend="cpu:gloo")
     with listening() as lines:
         out["shares"] = TorchBackend(group).own().group is group
@@ -811,6 +812,7 @@ def test_a_group_that_is_not_gloo_has_a_twin_and_a_control_channel(ranks):
     for r in ranks:
         mixed = r["mixed"]
         assert (mixed["other"], mixed["timeout"], mixed["control"]) == (True, 77.0, "GlooChannel")
+        assert mixed["counted"] == 0  # torch names groups of all ranks by it, and other ranks do not make this one
         for name in ("adam", "cser"):
             assert mixed[name]["channels"] == 0
             assert mixed[name]["sum"] == [3.0] * 7

@@ -231,14 +231,17 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 @contextlib.contextmanager
 def _of_its_ranks_alone() -> Iterator[None]:
     """A group that is made meanwhile needs its own ranks only. Of a default group that is bound to a device
-    (``init_process_group(device_id=)``) torch would split it, which takes all ranks of that."""
-    default = _process_group(None)
-    bound = default.bound_device_id
+    (``init_process_group(device_id=)``) torch would split it, which takes all ranks of that. From 2.14 on torch counts
+    it among those that all ranks make, and names these by the count, so that they would not meet in the next one."""
+    default, world = _process_group(None), dist.distributed_c10d._world
+    bound, count = default.bound_device_id, world.group_count
     if bound is not None:
         default.bound_device_id = None
+    world.group_count = -_groups_here()  # torch 2.14 has it in this one's name, where older ones have their groups here
     try:
         yield
     finally:
+        world.group_count = count
         if bound is not None:
             default.bound_device_id = bound
 
