@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from inspect import isabstract
 from types import ModuleType, UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from torch.optim import LBFGS, Optimizer
 
@@ -83,7 +83,9 @@ def find_class(name: str, key: str, modules: tuple[ModuleType, ...], base: type 
 
 def _is_a(found: Any, base: type | UnionType) -> bool:
     """True if it is a class that can be made, a subclass of ``base``."""
-    return isinstance(found, type) and issubclass(found, base) and found not in _NOT_BY_NAME and not isabstract(found)
+    if not isinstance(found, type) or get_origin(found) is not None:  # to Python 3.10 tuple[int, int] is a type, too
+        return False
+    return issubclass(found, base) and found not in _NOT_BY_NAME and not isabstract(found)
 
 
 def check_arguments(cls: type, args: Mapping[str, Any], key: str, taken: Mapping[str, str] | None = None) -> None:
