@@ -35,6 +35,8 @@ class TakenReplicas:
     def __init__(self, group: Any, left: Mapping[Tensor, int], by: str, reduction: str) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
+        if not hasattr(group, "gradient_divide_factor"):  # before torch 2.8
+            group.gradient_divide_factor = None
         before = group.mesh_info
         known = {field.name: getattr(before, field.name) for field in fields(before) if field.init}
         shards = FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})

@@ -15,8 +15,14 @@ import torch.distributed as dist
 from mesh_scenes import Plain, grid, images, tensor_parallel, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import commopt
@@ -903,7 +909,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     twice = cut(Odd())
     commopt.compress_gradients(twice, Int4())
     two = Odd()
-    other = FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
+    other = _fsdp_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
     fully_shard(two, mesh=mesh["shard"], shard_placement_fn=lambda p: _on(other) if p.ndim == 1 else None)
     cases: dict[str, Any] = {
         "groups": lambda: commopt.compress_gradients(two, Int4(), inside=Int8(), process_group=mesh),
@@ -917,6 +923,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "some ranks": lambda: commopt.compress_gradients(cut(Odd(), mesh=mesh), Int4(), process_group=mesh["shard"]),
         "custom": lambda: commopt.compress_gradients(custom, Int4()),
         "twice": lambda: commopt.compress_gradients(twice, Int4()),
+        "older torch": lambda: _as_before_2_9(cut(Odd())),
         "differ": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=Int8(block=8 << rank)),
         "one rank": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=8 if rank == 1 else None),
     }
@@ -954,8 +961,17 @@ def over_tensor_parallelism(rank: int, world_size: int) -> dict[str, str]:
     return out
 
 
-def _on(mesh: FSDPMeshInfo) -> ShardPlacementResult:
-    return ShardPlacementResult(Shard(0), mesh)
+def _as_before_2_9(net: nn.Module) -> None:
+    taken = FSDPModule.set_custom_reduce_scatter
+    del FSDPModule.set_custom_reduce_scatter
+    try:
+        commopt.compress_gradients(net, Int4())
+    finally:
+        FSDPModule.set_custom_reduce_scatter = taken  # type: ignore[method-assign]
+
+
+def _on(mesh: _fsdp_common.FSDPMeshInfo) -> _fsdp_common.ShardPlacementResult:
+    return _fsdp_common.ShardPlacementResult(Shard(0), mesh)
 
 
 BETWEEN, INSIDE, WEIGHTS = Int4(block=8, rotate=True), Int8(block=8), Int4(block=16)

@@ -9,7 +9,7 @@ import fsdp_scenes
 import pytest
 import torch
 from pool import Pool
-from worlds import same_bits
+from worlds import needs_fsdp2, same_bits
 
 from commopt.compress import Int4, Int8, PowerSGD, Sign, TopBlocks
 from commopt.gradients import Differences, LoCo
@@ -19,6 +19,8 @@ from commopt.probe.cut import ON_NODES, WAYS, predict_cut
 from commopt.probe.fit import Line
 from commopt.probe.messages import ON_MACHINES, columns_of, modules_of
 from commopt.probe.model import Model
+
+pytestmark = needs_fsdp2
 
 
 @pytest.fixture(scope="module")
@@ -376,6 +378,7 @@ def test_what_cannot_be_is_said_on_every_rank(pool):
         assert "a collective of its own, Own" in found["custom"]
         assert "2 groups of parameters on different meshes" in found["groups"]
         assert "compressed already" in found["twice"]
+        assert f"torch 2.9 or later, and this is {torch.__version__}" in found["older torch"]
         assert "settings or kernel providers" in found["differ"]
         assert ("got 8" if rank == 1 else "rank 1") in found["one rank"]
 

@@ -8,7 +8,7 @@ import gradient_scenes
 import pytest
 import torch
 from pool import Pool
-from worlds import same_bits
+from worlds import needs_fsdp2, same_bits
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,14 @@ def test_a_model_that_an_optimizer_is_attached_to_is_refused(pool):
         assert "has a communication hook already, which it keeps for good" in said
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="of torch 2.13")
 def test_a_model_of_which_ddp_skips_what_is_unused_is_refused(pool):
     """Its hook would wait for buckets that never come."""
     for said in pool.over_gloo(2, gradient_scenes.skips_unused):
         assert "skip_all_reduce_unused_params=True" in said
 
 
+@needs_fsdp2
 def test_stages_of_a_pipeline_are_averaged_by_ddp_or_bare_and_not_by_fsdp2(pool):
     for found in pool.over_gloo(4, gradient_scenes.in_a_pipeline):
         assert found["ddp"] < 1e-7

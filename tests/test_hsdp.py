@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import hsdp_scenes
 import pytest
 from pool import Pool
+from worlds import needs_fsdp2
+
+pytestmark = needs_fsdp2
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,12 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from worlds import same_bits
+from worlds import needs_fsdp2, same_bits
 
 from commopt.optim.own_tensor import OwnTensor, Place, boxes
+
+pytestmark = needs_fsdp2
 
 
 @pytest.fixture(scope="module")
@@ -320,6 +321,8 @@ def test_a_tensor_that_knows_its_place_stays_that_where_it_is_copied():
 
 def test_a_tensor_that_knows_its_place_is_staged_for_a_save_in_the_background():
     """Or refused, where that would make a plain one of it, which is written once, whichever rank's it is."""
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # of torch 2.8
+
     own = {n: OwnTensor.make(torch.arange(float(n)), Place((7, 3), (2, 0), (3, 3), 4, 1, 2)) for n in (0, 3)}
     staged = StateDictStager().stage(own)
     own[3].plain().zero_()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from trainer_pair import Pair, run
+from worlds import needs_fsdp2
 
 from commopt.cli import main
 from commopt.comm import MessageDamaged
@@ -109,7 +110,7 @@ def test_ddp_gives_up_after_so_many_skipped_steps(pair: Pair, tiny: Make, tmp_pa
     assert checkpoints(tmp_path) == ["step-00000005"]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"replicate": 1}], ids=["whole", "mesh"])
+@pytest.mark.parametrize("parallel", [{}, pytest.param({"replicate": 1}, marks=needs_fsdp2)], ids=["whole", "mesh"])
 def test_only_the_gradients_that_are_not_finite_are_named(tiny: Make, tmp_path: Path, parallel: dict[str, int]) -> None:
     """The norm, which they make NaN, is that of all."""
     whole, names = DataParallel.step, set()

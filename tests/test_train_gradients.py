@@ -13,6 +13,7 @@ import torch
 from pool import Pool
 from trainer_pair import run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
+from worlds import needs_fsdp2
 
 from commopt.compress import Int4, Int8
 from commopt.gradients import Differences, LoCo
@@ -219,6 +220,7 @@ def test_what_cannot_be(tiny: Make, tmp_path: Path, settings: dict[str, Any], me
         check_plan(tiny(tmp_path, **{"optim": BASE, **settings}))
 
 
+@needs_fsdp2
 def test_what_does_not_go_with_the_ranks_is_an_error_of_the_config(four: Pool, tiny: Make, tmp_path: Path) -> None:
     config = tiny(tmp_path, optim=BASE, comm={"compress": {"name": "ACP"}}, parallel={"shard": 2})
     for kind, message in four.errors(run, config, ranks=2):
@@ -249,7 +251,9 @@ def one_a_machine(config: Config) -> Any:
         return run(config)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"shard": 2}], ids=["ddp", "sharded over all"])
+@pytest.mark.parametrize(
+    "parallel", [{}, pytest.param({"shard": 2}, marks=needs_fsdp2)], ids=["ddp", "sharded over all"]
+)
 def test_one_rank_a_machine_has_nothing_inside(
     four: Pool, tiny: Make, tmp_path: Path, parallel: dict[str, int]
 ) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pool import Pool
 from trainer_pair import run, run_and_stop
 from trainer_runs import Make, assert_same, content, records
+from worlds import needs_fsdp2
 
 from commopt.sharding import local
 from commopt.train import engine, manifest, sums
@@ -37,6 +38,8 @@ def four() -> Iterator[Pool]:
     yield processes
     processes.close()
 
+
+pytestmark = needs_fsdp2
 
 WARM = {"name": "OneBitAdam", "args": {"freeze_step": 100, "eps": 1e-3}}
 """Averages exactly throughout; eps, so that rounding of gradients that are 0 does not decide a step."""

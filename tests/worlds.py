@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from forks import python
 from ports import free_port
 from torch import Tensor, nn
@@ -256,6 +257,19 @@ def through_a_file(state: Any) -> Any:
     file.seek(0)
     return torch.load(file, weights_only=True)
 
+
+def torch_adam(params: Any, decoupled_weight_decay: bool = False, **settings: Any) -> torch.optim.Optimizer:
+    """torch's Adam; before torch 2.7 the decoupled one goes by AdamW only."""
+    return (torch.optim.AdamW if decoupled_weight_decay else torch.optim.Adam)(params, **settings)
+
+
+needs_fsdp2 = pytest.mark.skipif(
+    torch.__version__ < (2, 9), reason="before torch 2.9 FSDP2 lacks what these need; that of 2.6 fails on CPUs"
+)
+
+needs_connections = pytest.mark.skipif(
+    not hasattr(dist.Store, "clone"), reason="before torch 2.8 a process has one connection to a store"
+)
 
 HAS_MPI = bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))
 needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="no MPI: these need mpirun (Debian: openmpi-bin) and mpi4py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def _mesh_of(params: Any) -> DeviceMesh | None:
     if isinstance(params, torch.optim.Optimizer):
         params = params.param_groups
     cut = [p for p in tensors_in(params) if is_sharded(p)]
-    meshes: list[DeviceMesh] = [p.device_mesh._get_root_mesh() for p in cut]
+    meshes: list[DeviceMesh] = [_root_of(p.device_mesh) for p in cut]
     if all(left_dims(p) and p.device_mesh.size() < mesh.size() for p, mesh in zip(cut, meshes)):
         meshes = [p.device_mesh for p in cut]  # with the replicas that FSDP2 averaged over, and no further ranks
     if any(mesh != meshes[0] for mesh in meshes):
@@ -66,6 +66,15 @@ def _mesh_of(params: Any) -> DeviceMesh | None:
             'parameter groups a "mesh" of their own'
         )
     return meshes[0] if meshes else None
+
+
+def _root_of(mesh: Any) -> DeviceMesh:
+    """The mesh that ``mesh`` is a slice of."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return cast(DeviceMesh, mesh._get_root_mesh())
+    from torch.distributed.device_mesh import _mesh_resources  # before torch 2.10
+
+    return cast(DeviceMesh, _mesh_resources.get_root_mesh(mesh))
 
 
 def refuse_if_left_out(backend: Backend, name: str) -> None:

@@ -215,6 +215,11 @@ class Group:
 
     def check(self) -> None:
         """Raises ValueError if FSDP takes no other collectives for it, or has others already."""
+        if not hasattr(self.module, "set_custom_reduce_scatter"):
+            raise ValueError(
+                "FSDP2's own exchanges (of a model that it cuts over all ranks; inside=, weights=) are compressed with "
+                f"torch 2.9 or later, and this is {torch.__version__}"
+            )
         groups = len(groups_in(self.module))
         if groups > 1:
             raise ValueError(
