@@ -253,6 +253,13 @@ def test_bad_arguments():
         DiLoCo(Toy().parameters(), lr=1.0, members=members)
 
 
+def test_a_torch_with_one_connection_to_the_store_is_warned_of(monkeypatch, caplog):
+    for has in (True, False):
+        monkeypatch.setattr(Members, "_makes_connections", has)
+        Members(Rendezvous().store, 0, ranks=1)
+        assert ("a rank that loses it cannot join anew" in caplog.text) == (not has)
+
+
 def test_too_few_ranks_to_begin_and_none_to_join():
     world = Rendezvous()
     with pytest.raises(NotEnoughMembers, match=r"1 of 3 ranks have come within 0.2 s, and 2 are needed to begin"):

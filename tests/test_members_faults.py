@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, run_ranks, until
+from worlds import needs_connections
 
 from commopt import DiLoCo, LocalSGD, Members
 from commopt.comm import CollectiveError, LocalBackend, MessageDamaged, given_up
@@ -439,6 +440,7 @@ def test_what_comes_as_the_time_is_over_is_not_taken_for_a_failure(monkeypatch):
         assert backend.world_size == 1
 
 
+@needs_connections
 def test_a_store_that_is_silent_while_members_try_whom_they_reach_cuts_off_nobody(monkeypatch, caplog):
     """They ask it again, and meet as soon as it answers."""
     world, ask, reaches, silent = Rendezvous(), StoreClient.ask, Members._reaches, [0.0]
@@ -522,6 +524,7 @@ def test_a_rank_counts_once_whose_count_the_store_has_not_answered(monkeypatch):
     assert lost
 
 
+@needs_connections
 def test_a_member_that_dies_while_connections_are_opened_costs_one_meeting_alone():
     """The others' connections wait for it at the store, for as long as a collective may take, and are given up before
     that: those of the next meeting do not wait behind them."""
@@ -709,6 +712,7 @@ def test_a_rank_that_has_left_is_told_so_and_one_that_comes_when_all_have():
         averaging(world, 1, ranks=1)
 
 
+@needs_connections
 def test_who_fails_alone_does_not_let_the_others_wait():
     """The timeout is 30 seconds, and nobody has gone: the others hear that one has given up, and all meet again."""
     world, begin = Rendezvous(), time.monotonic()
@@ -754,6 +758,7 @@ def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
     assert run_ranks([first, second])[1] == 2
 
 
+@needs_connections
 def test_what_another_rank_takes_away_meanwhile_is_not_there():
     """Every answer is a value that was set, or None, and is there at once."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bed import needs_bed, netbed
 from forks import python
 from ports import free_port
+from worlds import needs_connections
 
 PATIENCE = 3.0  # by which ranks may be apart where more processes than cores want to run
 RANK = str(Path(__file__).with_name("member_rank.py"))
@@ -155,6 +156,7 @@ class Way:
             sink.shutdown(socket.SHUT_WR)
 
 
+@needs_connections
 def test_a_rank_that_was_cut_off_from_the_store_joins_anew_when_it_reaches_it():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run, way = Run(store.port), Way(store.port)

@@ -145,7 +145,7 @@ class StoreMeeting(Meeting):
 
 
 def _connection_of_its_own(store: dist.Store) -> Any:
-    """``store`` over another connection, where it can have one (torch 2.6: it cannot)."""
+    """``store`` over another connection, where it can have one (before torch 2.8 it cannot)."""
     try:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=watch.LOOK))  # a word that is taken back is not waited for

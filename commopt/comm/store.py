@@ -38,7 +38,7 @@ class StoreAnother(StoreLost):
 
 
 class StoreClient:
-    """A store, asked over a connection of its own (torch 2.6 has none such: then over the one given).
+    """A store, asked over a connection of its own (before torch 2.8 there is none such: then over the one given).
 
     Args:
         store: any store of torch.distributed.

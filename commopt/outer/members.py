@@ -123,6 +123,11 @@ class Members:
         self.reconnect = float(reconnect)
         self.rejoin, self.fetch_base, self.on_join = rejoin, fetch_base, on_join
         self._store: dist.Store = dist.PrefixStore("commopt/members", store)
+        if not self._makes_connections:
+            logger.warning(
+                "members: torch before 2.8, here %s, has one connection to the store: a rank that loses it cannot join "
+                "anew, and what others say there while connections are opened is heard late", torch.__version__,
+            )  # fmt: skip
         self._connect = connect or over_gloo
         client = StoreClient(self._store, min(ANSWER, self.timeout))
         self.roster = Roster(client, name, self._needed, max_z)
@@ -366,7 +371,7 @@ class Members:
 
     @property
     def _makes_connections(self) -> bool:
-        """True if torch makes further connections to the store; 2.6 does not."""
+        """True if torch makes further connections to the store; before 2.8 it does not."""
         return hasattr(self._store, "clone")
 
     def _connection(self) -> dist.Store:
