@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.
 SIZES = [(24, 40), (12, 7), (9,), (3, 5)]
 MATRICES, REST = (0, 1, 3), (2,)
 STEPS, STOP = 7, 4
-MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {"ours": commopt.Muon, "torch's": torch.optim.Muon}
+MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "ours": commopt.Muon, "torch's": getattr(torch.optim, "Muon", commopt.Muon),
+}  # fmt: skip
 
 
 def gradients(step: int, rank: int) -> list[Tensor | None]:

@@ -25,6 +25,7 @@ from worlds import (
     some_of,
     some_params,
     tokens,
+    torch_adam,
     train,
 )
 
@@ -55,7 +56,7 @@ def state_of(optimizer: OneBitAdam, name: str) -> list[Tensor]:
 def test_one_rank_is_torch_adam_to_the_bit_for_the_whole_run(decay, decoupled, maximize, lr):
     ours, theirs = Toy(), Toy()
     settings = {"lr": lr, "weight_decay": decay, "maximize": maximize, "decoupled_weight_decay": decoupled}
-    theirs_optimizer = torch.optim.Adam(theirs.parameters(), **settings)
+    theirs_optimizer = torch_adam(theirs.parameters(), **settings)
     optimizer = OneBitAdam(ours.parameters(), freeze_step=3, **settings)
     assert optimizer.phase == "plain"
     train(ours, optimizer, range(12))
@@ -72,7 +73,7 @@ def test_one_rank_is_torch_adam_to_the_bit_for_the_whole_run(decay, decoupled, m
 def test_warm_up_is_torch_adam_on_the_averaged_gradient(world_size, decay, decoupled):
     theirs = Toy()
     settings = {"lr": 1e-2, "weight_decay": decay, "decoupled_weight_decay": decoupled}
-    reference = torch.optim.Adam(theirs.parameters(), **settings)
+    reference = torch_adam(theirs.parameters(), **settings)
     for step in range(10):
         averaged_backward(theirs, step, world_size)
         reference.step()

@@ -191,7 +191,7 @@ def test_torch_does_not_hide_that_the_disk_is_full(tmp_path: Path) -> None:
         checkpoint._write(Path("/dev/full"), {"w": torch.zeros(300_000)})
     with (
         pytest.raises(OSError, match="No space left on device"),
-        sharded._Files().create_stream("/dev/full", "wb") as stream,
+        sharded._Files().create_stream(Path("/dev/full"), "wb") as stream,
     ):
         torch.save({"w": torch.zeros(300_000)}, stream)
     good = save(tmp_path, 1)
