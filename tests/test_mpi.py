@@ -260,7 +260,8 @@ class TestUnderMpirun:
         assert all(r["late"] for r in ranks)
 
     def test_what_mpi_cannot_read_goes_through_the_host(self, ranks):
-        verbs = 2 + 2 * (2 + 2) + 1 + 2 + 2  # a copy of what is reduced or broadcast, one each of what is given and received
+        # a copy of what is reduced or broadcast, one each of what is given and received
+        verbs = 2 + 2 * (2 + 2) + 1 + 2 + 2
         assert all(len(r["staged"]) == verbs for r in ranks)
 
     def test_work_ends_once(self, ranks):
