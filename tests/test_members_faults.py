@@ -727,6 +727,33 @@ def test_who_fails_alone_does_not_let_the_others_wait():
     assert time.monotonic() < begin + 20
 
 
+def test_a_rank_that_has_waited_in_vain_is_not_taken_in_and_does_not_count(caplog):
+    """It would cost the others their patience, and one that is left alone would go on, for it counts one that waits."""
+    world, began, waited = Rendezvous(), threading.Event(), threading.Event()
+
+    def first():
+        _, params, optimizer = averaging(world, 0, ranks=2, patience=1.0)
+        go(params, optimizer, 0)
+        began.set()
+        assert waited.wait(30)
+        with pytest.raises(NotEnoughMembers, match="1 of 2 members are there"):
+            go(params, optimizer, 0)
+
+    def second():
+        _, params, optimizer = averaging(world, 1, ranks=2)
+        go(params, optimizer, 1)
+        raise Died
+
+    def third():
+        assert began.wait(30)
+        with pytest.raises(LeftOut, match=r"no member has taken this rank in within 0.2 s"):
+            averaging(world, 2, join_timeout=0.2)
+        waited.set()
+
+    run_ranks([first, second, third])
+    assert "join: 2" not in caplog.text
+
+
 def test_a_joiner_whose_ticket_was_overlooked_draws_another(monkeypatch):
     """It has drawn its ticket when a view is published, and has not written its name on it yet."""
     world, there, drawn, inner, late = Rendezvous(), threading.Event(), threading.Event(), Roster.draw, []

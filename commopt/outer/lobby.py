@@ -65,8 +65,7 @@ def wait_to_join(roster: Roster, seconds: float, busy: float, begins: bool) -> N
                 "the run of this store has ended: all its members have left; begin another over another store"
             )
         if not now or could_not_begin(now, view):
-            if roster.ticket >= 0:
-                roster.withdraw()
+            roster.withdraw()
             if now and begins:
                 raise LeftOut(
                     "those that were to begin the run of this store, while this rank came, could not: start them and "
@@ -83,6 +82,7 @@ def wait_to_join(roster: Roster, seconds: float, busy: float, begins: bool) -> N
         elif view is not None and roster.ticket < view.drawn and roster.ticket not in view.joiners:
             roster.draw()  # nobody waits for this one
         time.sleep(POLL)
+    roster.withdraw()
     raise LeftOut(
         f"no member has taken this rank in within {seconds:g} s: a rank joins where a round of the others ends; are "
         "they running, on the same store?"

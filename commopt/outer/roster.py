@@ -115,8 +115,9 @@ class Roster:
         self.client.set(f"ticket/{self.ticket}", json.dumps(self.name))
 
     def withdraw(self) -> None:
-        """Takes the ticket back: this rank waits no more."""
-        self.client.delete([f"ticket/{self.ticket}"])
+        """Takes the ticket back, if this rank has one: it waits no more."""
+        if self.ticket >= 0:
+            self.client.delete([f"ticket/{self.ticket}"])
         self.ticket = -1
 
     def waiting(self, since: int, drawn: int) -> dict[Ticket, Name]:
