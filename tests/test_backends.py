@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import conformance, exchanges
+from conformance import LONG, conformance, exchanges
 from worlds import needs_mpi, on_mpi, on_processes, on_threads, same_bits
 
 from commopt.comm import (
@@ -56,6 +59,30 @@ def in_process(rank: int, world_size: int) -> None:
     conformance(TorchBackend())
     conformance(CountingBackend(TorchBackend()))
     apart(TorchBackend())
+    holds_nothing_when_it_is_done(TorchBackend())
+
+
+def holds_nothing_when_it_is_done(backend: TorchBackend) -> None:
+    """Of rows that went in pieces the copies are freed, though a work and its channel are still there."""
+    made, row = [], torch.zeros(LONG, device="cpu")
+    empty_like = torch.empty_like
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(out := empty_like(x)))
+        return out
+
+    whole = torch.empty(backend.world_size, LONG)
+    with mock.patch.object(torch, "empty_like", noted):
+        work = backend.all_gather(whole, row)
+    assert len(made) > 1
+    assert all(ref() is not None for ref in made)
+    work.wait()
+    work.wait()
+    assert work.is_completed()
+    deadline = time.monotonic() + 10  # Gloo's own thread lets go a little later
+    while any(ref() is not None for ref in made):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_one_rank():

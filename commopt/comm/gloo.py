@@ -35,13 +35,17 @@ bytes on a link of 3 Gbit/s."""
 MESSAGE = 1 << 15, 8
 """The same of a message to one rank, as over slow links."""
 
-_unfinished: list[tuple[Any, list[Any]]] = []
+_unfinished: list[tuple[Any, list[list[Any]]]] = []
 """Groups that nothing else holds, with their collectives in flight. A group's end waits for these, and would block."""
+
+
+def _completed(works: Sequence[Any]) -> bool:
+    return all(work.is_completed() for work in works)
 
 
 def _ended() -> list[Any]:
     """Takes the groups whose collectives have all completed out of the unfinished ones."""
-    done = [entry for entry in _unfinished if all(work.is_completed() for work in entry[1])]
+    done = [entry for entry in _unfinished if all(map(_completed, entry[1]))]
     for entry in done:
         _unfinished.remove(entry)
     return [group for group, _ in done]
@@ -88,7 +92,7 @@ class GlooWork:
     """A collective of Gloo in flight, which knows who has not joined it.
 
     Args:
-        inner: torch's works that it consists of.
+        inner: torch's works that it consists of; let go, with what they hold, where there was something to finish.
         meeting: where the ranks leave word for each other.
         channel, number: whose collective it is, and its number there.
         timeout: seconds that it may take.
@@ -97,7 +101,7 @@ class GlooWork:
 
     def __init__(
         self,
-        inner: Sequence[Any],
+        inner: list[Any],
         meeting: Meeting,
         channel: str,
         number: int,
@@ -114,9 +118,10 @@ class GlooWork:
         if self._finish is not None:
             self._finish()
             self._finish = None
+            self.inner.clear()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.inner)
+        return _completed(self.inner)
 
     def get_future(self) -> Any:
         """torch's future of the tensors, as DistributedDataParallel wants it; of what is one work."""
@@ -165,7 +170,7 @@ class GlooChannel:
         self.rank, self.world_size = meeting.rank, len(meeting.ranks)
         self.group: Any = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         self.meeting, self.name, self.timeout = meeting, name, timeout.total_seconds()
-        self._in_flight: list[Any] = []
+        self._in_flight: list[list[Any]] = []
         holders.add(self)
 
     def end(self) -> None:
@@ -186,30 +191,35 @@ class GlooChannel:
             thread.join(AT_END)
 
     def _start(self, *inner: Any, finish: Callable[[], object] | None = None) -> GlooWork:
-        self._in_flight = [work for work in self._in_flight if not work.is_completed()]
-        self._in_flight += inner
-        return GlooWork(inner, self.meeting, self.name, self.meeting.start(self.name), self.timeout, finish)
+        works = list(inner)
+        self._in_flight = [others for others in self._in_flight if not _completed(others)] + [works]
+        return GlooWork(works, self.meeting, self.name, self.meeting.start(self.name), self.timeout, finish)
 
     def all_reduce(self, x: Tensor) -> GlooWork:
         x.div_(self.world_size)
         return self._start(self.group.allreduce([x]))
 
     def all_to_all(self, out: Tensor, inp: Tensor) -> GlooWork:
-        pieces = _pieces(inp, inp.numel() // self.world_size, *ROW)
-        if len(pieces) == 1:
-            return self._start(self.group.alltoall_base(out, inp, [], []))
-        rows, works, parts = inp.view(self.world_size, -1), [], []
-        for piece in pieces:
-            sent = rows[:, piece].contiguous()
-            parts.append(torch.empty_like(sent))
-            works.append(self.group.alltoall_base(parts[-1], sent, [], []))
-        return self._start(*works, finish=lambda: torch.cat(parts, 1, out=out.view(self.world_size, -1)))
+        return self._rows(out, inp.view(self.world_size, -1))
 
     def all_gather(self, out: Tensor, inp: Tensor) -> GlooWork:
         if inp.device.type != "cpu":  # Gloo exchanges rows on the CPU only
             return self._start(self.group.allgather([list(out.unbind(0))], [inp]))
         # the same bytes as Gloo's own, which takes more than twice as long
-        return self.all_to_all(out, inp.expand(self.world_size, -1).contiguous())
+        return self._rows(out, inp.expand(self.world_size, -1))
+
+    def _rows(self, out: Tensor, rows: Tensor) -> GlooWork:
+        """An all-to-all of ``rows``, which need not be contiguous."""
+        pieces = _pieces(rows, rows.shape[1], *ROW)
+        if len(pieces) == 1:
+            return self._start(self.group.alltoall_base(out, rows.contiguous(), [], []))
+        works, parts = [], []
+        for piece in pieces:
+            sent = rows[:, piece].contiguous()
+            parts.append(torch.empty_like(sent))
+            works.append(self.group.alltoall_base(parts[-1], sent, [], []))
+        whole = out.view(self.world_size, -1)
+        return self._start(*works, finish=lambda: torch.cat(parts, 1, out=whole))
 
     def broadcast(self, x: Tensor, src: int = 0) -> GlooWork:
         return self._start(self.group.broadcast(x, src))
