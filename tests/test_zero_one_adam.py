@@ -421,6 +421,28 @@ def test_a_variance_that_does_not_settle_is_reported_after_100_steps_and_at_the_
     assert caplog.text.count("ZeroOneAdam: the run ends after 120 steps in which ranks sent something at each") == 1
 
 
+@pytest.mark.parametrize("first", [1, 4])
+def test_a_run_whose_variance_stops_by_itself_is_that_whose_stop_is_given(first):
+    """To the bit, also where the first local step follows at once."""
+
+    def run(backend, stop):
+        p, stopped = nn.Parameter(torch.ones(64)), []
+        optimizer = ZeroOneAdam(
+            [p], betas=(0.9, 0.5), variance=VariancePolicy(8, stop), sync=SyncPolicy(first, None, 8), thaw="never",
+            backend=backend,
+        )  # fmt: skip
+        for t in range(90):
+            noise = torch.randn(64, generator=torch.Generator().manual_seed(2 * t + backend.rank))
+            p.grad = torch.linspace(0.5, 1.5, 64) * (1 + backend.rank) + noise / 100
+            optimizer.step()
+            stopped.append(optimizer.param_groups[0]["variance_stop"])
+        return p.detach(), stopped[-1]
+
+    (x, stop), *_ = on_threads(2, partial(run, stop="auto"))
+    assert 1 < stop < 80
+    assert torch.equal(x, on_threads(2, partial(run, stop=stop))[0][0])
+
+
 def test_the_end_of_a_run_whose_variance_stands_says_nothing(caplog):
     def run(backend, variance):
         p = nn.Parameter(torch.ones(4))

@@ -305,6 +305,7 @@ class ZeroOneAdam(CommOptimizer):
         """Counts the local steps since the last round. Stops a variance that has settled, and lets it move again where
         it had not (``stop="auto"``)."""
         kinds = {id(group): self._kind(group, group["step"]) for group in self.param_groups}  # before an interval ends
+        intervals = {id(group): group["local_steps"] + 1 for group in self.param_groups}
         for group in self.param_groups:
             self._count_local_step(group, kinds[id(group)])
             exact = kinds[id(group)] == "exact"
@@ -313,6 +314,9 @@ class ZeroOneAdam(CommOptimizer):
         self._frozen.go_back(self, frozen)
         self._wait([group for group in refreshing if self._asks(group, kinds[id(group)])])
         self._frozen.stop_where_settled(self, [group for group in refreshing if not schedule.has_begun_anew(group)])
+        for group in self.param_groups:
+            if kinds[id(group)] != "local":
+                self._weigh_residuals(group, intervals[id(group)])
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
         if waiting:
@@ -342,11 +346,11 @@ class ZeroOneAdam(CommOptimizer):
             group.update(local_betas=now.betas, local_eps=now.eps)
             self._parted = True
         else:
-            self._weigh_residuals(group, group["local_steps"] + 1)
             self._end_interval([group])
 
     def _weigh_residuals(self, group: dict[str, Any], steps: int) -> None:
-        """After an interval of ``steps`` steps: where the next one is longer, what was lost is less of its mean."""
+        """After an interval of ``steps`` steps: where the next one is longer, what was lost is less of its mean. When
+        that comes depends on whether v stands, so that is found out first."""
         share = steps / schedule.steps_to_next_round(group)
         if share < 1:
             for bucket, _ in self.compressed_buckets([group]):
