@@ -8,14 +8,15 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from worlds import on_threads
 
-from commopt import OneBitAdam
-from commopt.comm import ThreadBackend
+from commopt import OneBitAdam, ZeroOneAdam
+from commopt.comm import LocalBackend, ThreadBackend
 from commopt.compress import Identity
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,37 @@ def test_without_bias_correction_1_bit_adam_has_their_warm_up() -> None:
 
     for x in on_threads(2, run):
         torch.testing.assert_close(x, uncorrected(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, ZeroOneAdam])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_of_theirs_leaves_the_bias_correction_as_it_is(cls: Any, steps: int) -> None:
+    """Their groups say that there is one, and it is not used."""
+    p = torch.nn.Parameter(torch.ones(6))
+    moments = {"exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}
+    sizes = {"tensor_size": 6, "corrected_tensor_size": 16, "server_chunk_size": 8}
+    group = {
+        "lr": LR,
+        "bias_correction": True,
+        "betas": (0.9, 0.99),
+        "eps": EPS,
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+    }
+    optimizer = cls([p], LR, bias_correction=False, backend=LocalBackend())
+    for _ in range(steps):
+        p.grad = torch.ones(6)
+        optimizer.step()
+    saved = {"state": {0: {"step": 3, **moments, **sizes}}, "param_groups": [{**group, "params": [0]}]}
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["bias_correction"] is False
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+    assert saved["param_groups"][0]["bias_correction"] is True
+    del saved["state"][0]["corrected_tensor_size"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["bias_correction"] is True, "of others it is what it says"
+    with pytest.raises(ValueError, match="group"):
+        optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
 
 
 def test_one_scale_is_that_of_all_rows() -> None:

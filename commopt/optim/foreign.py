@@ -165,6 +165,19 @@ def check_names(name: str, given: Mapping[str, Any], own: Collection[str]) -> No
                 _refuse(name, f"its parameter {i} has {key!r}, which is another number here", "moments alone")
 
 
+def corrected_as(given: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state ``given``, with the ``bias_correction`` of ``groups`` where it is of DeepSpeed's 1-bit optimizers:
+    theirs have the key, True by default, and never correct."""
+    key, saved = "bias_correction", given["param_groups"]
+    if not any("corrected_tensor_size" in given["state"].get(i, ()) for i in ids_of(given)):
+        return given
+    if len(saved) != len(groups):  # torch refuses it
+        return given
+    pairs = zip(saved, groups)
+    mine = [{**theirs, key: own[key]} if key in theirs and key in own else theirs for theirs, own in pairs]
+    return {**given, "param_groups": mine}
+
+
 def ids_of(given: Mapping[str, Any]) -> list[Any]:
     """What the parameters are known by in the state ``given``, in their order."""
     return [i for group in given["param_groups"] for i in group["params"]]

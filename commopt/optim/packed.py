@@ -608,7 +608,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             state_dict = consolidate.with_own(state_dict, self.topology)
             self.check_loaded(state_dict)
             given.update(state_dict)
-            return {**state_dict, "state": {}}
+            return {**foreign.corrected_as(state_dict, self.param_groups), "state": {}}
 
         def load(_: Any) -> None:  # before the user's own hooks
             for group, mine in zip(self.param_groups, fresh):
