@@ -600,7 +600,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     for flat in (False, True):  # what OneBitAdam looks for is there, and more
         there = f"{folder}/{flat}"
         whole_of_it = lamb(net.parameters(), process_group=mesh)
-        whole_of_it.param_groups[0]["decoupled_weight_decay"] = True
+        whole_of_it.param_groups[0].update(decoupled_weight_decay=True, bias_correction=True)
         dcp.save(states(net, whole_of_it, flat), checkpoint_id=there)
         adam = commopt.OneBitAdam(net.parameters(), process_group=mesh)
         fewer = states(net, adam, flat)
