@@ -48,7 +48,7 @@ from commopt.optim.agreement import StepDecision, StepReport, StepSkipped
 from commopt.optim.calls import OutOfStep
 from commopt.optim.closure import loss_of
 from commopt.optim.diagnostics import names_of
-from commopt.optim.foreign import WHOSE, check_moments, check_names, savers
+from commopt.optim.foreign import WHOSE, check_moments
 from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
 from commopt.optim.host import as_numbers
 from commopt.optim.in_flight import StepContext, StepInFlight
@@ -447,8 +447,6 @@ class CommOptimizer(PackedOptimizer):
     def check_loaded(self, given: dict[str, Any]) -> None:
         super().check_loaded(given)
         check_moments(self.saved_as(), given, map(self.moments_of, self.params))
-        if not savers(given):
-            check_names(self.saved_as(), given, self.scalars)
 
     # when buckets start -----------------------------------------------------------------------------------------------
 

@@ -637,6 +637,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         foreign.check_saver(self.saved_as(), given, self.loads_of())
         if not foreign.savers(given):
             foreign.check_family(self.saved_as(), given, self.param_groups, map(self.moments_of, self.params))
+            foreign.check_names(self.saved_as(), given, self.scalars)
             for said in foreign.momenta_lost(given, self.param_groups) if self.topology.rank == 0 else ():
                 logger.warning("%s: %s", type(self).__name__, said)
         foreign.check_counters(given["param_groups"], self.group_counters)

@@ -282,10 +282,8 @@ def time_kernels(stand: Stand, bucket_bytes: int, compressor: Compressor) -> dic
     world = stand.world_size
     n = -(-bucket_bytes // 4 // (64 * world)) * 64
     x = torch.randn(world, n, device=stand.device)
-    error, payload = (
-        torch.zeros_like(x),
-        torch.zeros(world, compressor.nbytes(n), dtype=torch.uint8, device=stand.device),
-    )
+    error = torch.zeros_like(x)
+    payload = torch.zeros(world, compressor.nbytes(n), dtype=torch.uint8, device=stand.device)
     return {
         "compress": stand.time(lambda: compressor.compress_with_feedback(x, error, payload)) / x.numel(),
         "decompress": stand.time(lambda: compressor.decompress(payload, x)) / x.numel(),
