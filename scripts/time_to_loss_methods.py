@@ -176,6 +176,12 @@ METHODS: dict[str, Method] = {
         "a quarter of the paper's kappa: short runs have few steps for refreshes; the class's own sync",
         0.08,
     ),
+    "zero_one_adam_rare_local": Method(
+        "ZeroOneAdam, rare refreshes",
+        own("ZeroOneAdam", ADAM, {**SLOW, **ROUNDS, "variance": {"kappa": 4, "stop": FREEZE}}),
+        f"a quarter of the paper's kappa, as above; sync of {QUICK}",
+        0.07,
+    ),
     "lamb": Method("DDP, Lamb", own("Lamb", LAMB, FAST), QUICK),
     "onebit_lamb": Method("OneBitLamb", own("OneBitLamb", LAMB, {**FAST, "freeze_step": FREEZE}), QUICK, 0.28),
     "lans": Method("DDP, Lans", own("Lans", LAMB, FAST), "as Lamb"),
