@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from worlds import on_one_core
 
-from commopt import LocalSGD, Members
+from commopt import Guard, LocalSGD, Members
 from commopt.comm import ThreadBackend, ThreadWorld
 
 
@@ -132,12 +132,16 @@ def numbers(params: Sequence[nn.Parameter]) -> list[float]:
 
 
 def averaging(
-    world: Rendezvous, name: int, params: list[nn.Parameter] | None = None, **settings: Any
+    world: Rendezvous,
+    name: int,
+    params: list[nn.Parameter] | None = None,
+    guard: Guard | None = None,
+    **settings: Any,
 ) -> tuple[Members, list[nn.Parameter], LocalSGD]:
     """Local SGD whose rank moves by name + 1 in each round of one step."""
     members = world.members(name, **settings)
     params = params or [nn.Parameter(torch.zeros(3, dtype=torch.float64))]
-    return members, params, LocalSGD(params, torch.optim.SGD, lr=1.0, period=1, members=members)
+    return members, params, LocalSGD(params, torch.optim.SGD, lr=1.0, period=1, members=members, guard=guard)
 
 
 def go(params: Sequence[nn.Parameter], optimizer: LocalSGD, name: int, rounds: int = 1) -> float:

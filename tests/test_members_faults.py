@@ -15,7 +15,7 @@ import torch.distributed as dist
 from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, run_ranks, until
 from worlds import needs_connections
 
-from commopt import DiLoCo, LocalSGD, Members
+from commopt import DiLoCo, Guard, LocalSGD, Members
 from commopt.comm import CollectiveError, LocalBackend, MessageDamaged, given_up
 from commopt.comm.store import StoreClient, StoreLost
 from commopt.optim.calls import StepRefused
@@ -203,6 +203,57 @@ def test_what_is_refused_does_not_end_the_run_of_the_others(caplog):
     found = run_ranks([*(lambda n=n: rank(n) for n in range(4)), other])
     assert found[0] == found[1] == found[2] == [pytest.approx(6.0)] * 3
     assert "goes on without 3: it has other learning rates" in caplog.text
+
+
+@pytest.mark.parametrize("rejoin", [True, False])
+def test_who_holds_another_anchor_is_left_out_alone_and_has_that_of_the_others_when_it_joins_anew(rejoin, caplog):
+    """It has loaded another state, of the same round; what it has done since then reaches nobody."""
+    world, left_out = Rendezvous(), threading.Event()
+
+    def others(name):
+        members, params, optimizer = averaging(world, name, ranks=3, patience=5.0)
+        go(params, optimizer, name)
+        assert go(params, optimizer, name) == pytest.approx(2.0 + 1.5)
+        assert members.names == [0, 1]
+        left_out.set()
+        if rejoin:
+            until(lambda: members.roster.client.add("tickets", 0) == 4)
+        go(params, optimizer, name, 2)
+        return numbers(params), members.names
+
+    def other():
+        _, params, optimizer = averaging(world, 2, ranks=3, patience=5.0, rejoin=rejoin)
+        go(params, optimizer, 2)
+        state = optimizer.state_dict()
+        state["state"][0]["anchor"][0] = -7.0
+        optimizer.load_state_dict(state)
+        if not rejoin:
+            with pytest.raises(LeftOut, match="it holds another anchor or outer state than most others"):
+                go(params, optimizer, 2)
+            return None
+        assert go(params, optimizer, 2) == pytest.approx(2.0 + 1.5 + 1.5)
+        go(params, optimizer, 2)
+        return numbers(params), [0, 1, 2]
+
+    caplog.set_level(logging.WARNING)
+    found = run_ranks([lambda: others(0), lambda: others(1), other])
+    assert "goes on without 2: it holds another anchor" in caplog.text
+    assert found[0] == found[1]
+    if rejoin:
+        assert found[0] == found[2] == ([pytest.approx(5.0 + 2.0)] * 3, [0, 1, 2])
+
+
+def test_replicas_that_are_not_to_be_compared_go_on_together():
+    world = Rendezvous()
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=2, guard=Guard(check_every=None))
+        go(params, optimizer, name)
+        optimizer.buckets[0]["anchor"][name] += 1.0
+        go(params, optimizer, name)
+        return members.names
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [[0, 1]] * 2
 
 
 def test_inf_or_nan_on_one_rank_does_not_count_and_is_healed_and_on_all_is_skipped():

@@ -50,7 +50,8 @@ class Guard:
             both once: at 100 some 0.4 % of a step on a CPU.
         on_difference: "raise" :class:`ReplicasDiffer` on all ranks, before the step changes anything; or "repair": the
             step is taken, and then the ranks that differ get what the majority has. Without a majority, as with 2
-            ranks, it raises all the same.
+            ranks, it raises all the same. With :class:`commopt.Members` neither: replicas are compared in every round,
+            and those that differ join anew.
 
     Raises:
         ValueError: for a value out of range.

@@ -28,6 +28,7 @@ from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, con
 from commopt.comm.store import StoreLost
 from commopt.optim import guard, packing
 from commopt.optim.calls import StepRefused
+from commopt.optim.digest import digest_of_all
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.replicas import average_exactly, reaching_others
 from commopt.optim.rules import square_norm
@@ -165,9 +166,7 @@ class Exchange:
         optimizer, view = self.optimizer, self.view
         topology = optimizer.topology
         table = [
-            RoundReport(
-                i not in self.broken, r.square_norm, r.step, r.number, r.terms, r.moved, r.checks, None, r.frozen
-            )
+            RoundReport(i not in self.broken, r.square_norm, r.step, r.number, r.terms, r.moved, False, None, r.frozen)
             for i, r in enumerate(view.reports)
         ]
         decision = rounds.decide(topology, [report.row for report in table], table[topology.rank], where)
@@ -236,7 +235,7 @@ def reach(optimizer: OuterOptimizer, members: Members) -> None:
 
 def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int]) -> Report:
     """Report of this rank on its round."""
-    mine = ending.report(optimizer, None, checks=True)
+    mine = ending.report(optimizer, None, checks=False)
     return Report(
         kind="round",
         step=mine.step,
@@ -246,11 +245,21 @@ def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int
         norm=_norm(optimizer, mine),
         square_norm=mine.square_norm,
         moved=mine.moved,
-        checks=mine.checks,
+        digest=None if optimizer.guard.check_every is None else _digest(optimizer),
         frozen=mine.frozen,
         packed=mine.packed,
         unreached=list(unreached),
     )
+
+
+def _digest(optimizer: OuterOptimizer) -> int:
+    """Digest of what all members hold alike of the parameters in buckets, however these are cut into buckets."""
+    alike = {
+        id(p): [views[i] for views in map(bucket.tensors, bucket.buffers)]
+        for bucket in optimizer.buckets
+        for i, p in enumerate(bucket.params)
+    }
+    return digest_of_all([t for p in optimizer.params for t in alike.get(id(p), ())])
 
 
 def _norm(optimizer: OuterOptimizer, mine: RoundReport) -> float:

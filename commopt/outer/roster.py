@@ -150,7 +150,8 @@ class Roster:
             busy: seconds that they wait before that for who gives joiners the state, for each of these.
 
         Raises:
-            LeftOut: the others have gone on without this rank; CutOff, if some do not reach it.
+            LeftOut: the others have gone on without this rank: it was late, or holds another anchor; CutOff, if some
+                do not reach it.
             StepRefused: most others stand elsewhere than this rank; or it has left.
             NotEnoughMembers: there are too few.
         """
@@ -175,6 +176,8 @@ class Roster:
             why = "the other members go on without this rank: "
             if self.ticket in new.refused:
                 raise StepRefused(why + new.refused[self.ticket])
+            if self.ticket in new.apart:
+                raise LeftOut(why + new.apart[self.ticket])
             if self.ticket in new.unreached:
                 raise CutOff(why + new.unreached[self.ticket])
         raise LeftOut(f"the other members have gone on without this rank: it was not there in time at meeting {epoch}")
@@ -328,7 +331,7 @@ class Roster:
         return made
 
     def _log(self, last: View, view: View, gone: Sequence[Ticket]) -> None:
-        without = {**view.refused, **view.unreached}
+        without = {**view.refused, **view.apart, **view.unreached}
         lost = [t for t in self.expected if t not in view.members and t not in gone and t not in without]
         told = {"have gone": gone, "are missing": lost, "join": view.joiners}
         for what, tickets in told.items():

@@ -11,10 +11,12 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from commopt.comm import CollectiveError
 from commopt.optim.agreement import LARGEST_NORM
+
+T = TypeVar("T")
 
 Name = int | str
 Ticket = int
@@ -49,7 +51,8 @@ class Report:
         weight: of what it has done in its round; None: it has not said.
         norm: 2-norm of its pseudo-gradient; not finite if its parameters are not.
         square_norm: of the last gradients that it stepped on.
-        moved, checks, frozen, packed: as of :class:`commopt.outer.rounds.RoundReport`.
+        moved, frozen, packed: as of :class:`commopt.outer.rounds.RoundReport`.
+        digest: of its anchors and outer state; None: nobody is to compare it.
         unreached: the tickets of members that it has tried to reach, and has not.
         unconnected: whether it has no connections to the members of the last view.
     """
@@ -62,7 +65,7 @@ class Report:
     norm: float = 0.0
     square_norm: float = 0.0
     moved: bool = False
-    checks: bool = False
+    digest: int | None = None
     frozen: int = 0
     packed: int = 0
     unreached: Sequence[Ticket] = ()
@@ -90,6 +93,7 @@ class View:
         joiners: tickets of those that are to get the state of a member, and be members from then on.
         drawn: how many tickets were drawn before.
         refused: why, by ticket, of those that cannot go on with the others.
+        apart: why, by ticket, of those that hold another anchor than the others.
         unreached: why, by ticket, of those that others do not reach.
         excluded: why, by ticket, of members whose pseudo-gradients do not count.
         failures: how many meetings before this one have failed, in a row.
@@ -103,6 +107,7 @@ class View:
     joiners: Sequence[Ticket] = ()
     drawn: int = 0
     refused: Mapping[Ticket, str] = field(default_factory=dict)
+    apart: Mapping[Ticket, str] = field(default_factory=dict)
     unreached: Mapping[Ticket, str] = field(default_factory=dict)
     excluded: Mapping[Ticket, str] = field(default_factory=dict)
     failures: int = 0
@@ -115,7 +120,7 @@ class View:
     def from_json(cls, text: str) -> View:
         given = json.loads(text)
         given["reports"] = [Report(**report) for report in given["reports"]]
-        for name in ("names", "refused", "unreached", "excluded"):
+        for name in ("names", "refused", "apart", "unreached", "excluded"):
             given[name] = {int(ticket): value for ticket, value in given[name].items()}
         return cls(**given)
 
@@ -165,8 +170,9 @@ def next_view(
     """
     names = {ticket: last.names[ticket] for ticket in reports}
     refused = odd_ones(reports, names)
-    unreached = cut_off({t: r for t, r in reports.items() if t not in refused}, names)
-    without = {**refused, **unreached}
+    apart = apart_from_most({t: r for t, r in reports.items() if t not in refused}, names)
+    unreached = cut_off({t: r for t, r in reports.items() if t not in refused and t not in apart}, names)
+    without = {**refused, **apart, **unreached}
     members = [ticket for ticket in order_of(names) if ticket not in without]
     joiners = {} if state == "done" else {ticket: last.names[ticket] for ticket in last.joiners}
     of = len(set(last.members) - set(gone))
@@ -186,6 +192,7 @@ def next_view(
         joiners=sorted(joiners),
         drawn=drawn if joins else last.drawn,
         refused=refused,
+        apart=apart,
         unreached=unreached,
         excluded=mad_ones({ticket: reports[ticket] for ticket in members}, max_z if joins else None),
         failures=last.failures + 1 if state == "failed" else 0,
@@ -200,14 +207,18 @@ def order_of(names: Mapping[Ticket, Name]) -> list[Ticket]:
 def odd_ones(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
     """Those that stand elsewhere than most, and why they cannot go on with these; of equally many, than those with the
     first rank."""
-    places = Counter(reports[ticket].place for ticket in order_of({t: names[t] for t in reports}))
-    if len(places) < 2:
-        return {}
-    usual = places.most_common(1)[0][0]
+    usual = _usual({ticket: report.place for ticket, report in reports.items()}, names)
     return {ticket: _difference(report.place, usual) for ticket, report in reports.items() if report.place != usual}
 
 
-def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...]) -> str:
+def _usual(values: Mapping[Ticket, T], names: Mapping[Ticket, Name]) -> T | None:
+    """The value that most have; of equally many, that of the first rank. None if there are no values."""
+    found = Counter(values[ticket] for ticket in order_of({t: names[t] for t in values}))
+    return found.most_common(1)[0][0] if found else None
+
+
+def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...] | None) -> str:
+    assert usual is not None
     if mine[0] != usual[0]:
         return f"it has come for a {mine[0]}, and most others for a {usual[0]}; all must call the same at the same step"
     if mine[1:3] != usual[1:3]:
@@ -223,6 +234,20 @@ def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...]) -> str:
             "rank, in the same round"
         )
     return "it has called add_weight(), or has not, other than most others; all must, or none"
+
+
+def apart_from_most(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
+    """Those whose anchors or outer state are other than most have, and what that may come from; of equally many, than
+    those of the first rank. Nobody where anchors are taken over anew from parameters."""
+    digests = {ticket: report.digest for ticket, report in reports.items()}
+    if None in digests.values() or any(report.moved for report in reports.values()):
+        return {}
+    usual = _usual(digests, names)
+    why = (
+        "it holds another anchor or outer state than most others: it has loaded another state, or computes otherwise, "
+        "or a bit has flipped"
+    )
+    return {ticket: why for ticket, digest in digests.items() if digest != usual}
 
 
 def cut_off(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
