@@ -167,18 +167,18 @@ def sources(labels: Record, runs: Sequence[Record]) -> str:
     return "\n".join(lines) + (f"\n\nMethods of the script without a run: {missing}." if missing else "")
 
 
-def page(figures: Record | None, elsewhere: Record | None = None) -> str:
-    """What the documentation has of the figures; those of ``elsewhere``, another machine, are in a table of their
+def page(figures: Record | None, others: Sequence[tuple[str, Record]] = ()) -> str:
+    """What the documentation has of the figures; ``others``, with what is different there, are in tables of their
     own."""
     if not figures:
         return "No figures yet: the runs have not been made on a quiet machine."
     parts = [f"{machine(figures)}.", tables(figures)]
     parts += ["![Held-out loss against seconds, and against bytes sent](time_to_loss.png)"]
     commands, runs, labels = [figures["command"]], figures["runs"], figures["labels"]
-    if elsewhere:
-        parts += [f"With today's `min_variance`, on another machine: {machine(elsewhere)}.", tables(elsewhere)]
-        commands.append(elsewhere["command"])
-        runs, labels = [*runs, *elsewhere["runs"]], {**labels, **elsewhere["labels"]}
+    for what, other in others:
+        parts += [f"{what}: {machine(other)}.", tables(other)]
+        commands.append(other["command"])
+        runs, labels = [*runs, *other["runs"]], {**labels, **other["labels"]}
     return "\n\n".join([*parts, sources(labels, runs), "```bash\n" + "\n".join(commands) + "\n```"])
 
 

@@ -149,9 +149,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_page_that_is_committed_has_the_figures_that_are() -> None:
-    paths = time_to_loss.FIGURES, time_to_loss.ELSEWHERE
-    figures = (json.loads(path.read_text()) if path.exists() else None for path in paths)
-    assert report.page(*figures) in time_to_loss.PAGE.read_text()
+    assert report.page(*time_to_loss.published()) in time_to_loss.PAGE.read_text()
 
 
 def test_a_page_is_made_of_figures_or_says_that_there_are_none(tmp_path: Path) -> None:
@@ -180,8 +178,9 @@ def test_a_page_is_made_of_figures_or_says_that_there_are_none(tmp_path: Path) -
         "margin": 0.0,
         "labels": figures["labels"],
     }
-    text = report.page(figures | {"command": "scripts/time_to_loss.py --seeds 3"}, elsewhere)
-    assert "2 cores of Slow CPU" in text
+    others = [("On another machine", elsewhere)]
+    text = report.page(figures | {"command": "scripts/time_to_loss.py --seeds 3"}, others)
+    assert "On another machine: 2 cores of Slow CPU" in text
     assert "| SGD | 1.0 s | 9.00 x |" in text
     assert "| SGD | 8 | a file |\n\nMethods of the script without a run: Lans.\n" in text
     assert "--seeds 3\nscripts/time_to_loss.py --seeds 1\n```" in text
