@@ -238,6 +238,20 @@ METHODS: dict[str, Method] = {
         "SparseLoCo(AdamW), 16 steps", own("SparseLoCo", ADAM, LOCAL), "as LocalSGD; the class's own", 0.001,
         stretch=1.5,
     ),
+    "noloco": Method(
+        "NoLoCo(AdamW), 16 steps",
+        own("NoLoCo", ADAM, LOCAL),
+        "as LocalSGD; the class's own; of two hosts the pair is all",
+        0.09,
+        stretch=1.5,
+    ),
+    "gossip_int8": Method(
+        "Gossip(AdamW), 16 steps, Int8()",
+        own("Gossip", ADAM, LOCAL, compressor={"name": "Int8"}),
+        "as LocalSGD; the class's own",
+        0.05,
+        stretch=1.5,
+    ),
     "sign_momentum": Method(
         "SignMomentum(AdamW), 16 steps",
         own("SignMomentum", ADAM, {
