@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from dataclasses import asdict
@@ -44,6 +45,28 @@ def test_stopped_and_resumed_is_never_stopped(
     assert all(s["finished"] for s in finished)
     assert_same(content(tmp_path, 12, 2), content(unstopped, 12, 2))
     assert records(tmp_path) == records(unstopped)
+
+
+def ends(config: Config, step: int) -> list[str]:
+    """Train, and get a SIGTERM after ``step``; return what rank 0 has logged of the end of the run."""
+    from _pytest.logging import LogCaptureHandler
+
+    handler = LogCaptureHandler()
+    logging.getLogger("commopt").addHandler(handler)
+    run_and_stop(config, step, 0)
+    gc.collect()
+    logging.getLogger("commopt").removeHandler(handler)
+    return [text for record in handler.records if "the run ends" in (text := record.getMessage())]
+
+
+@pytest.mark.parametrize(("step", "said"), [(4, 0), (99, 1)])
+def test_only_a_run_that_has_ended_is_told_what_it_has_missed(
+    pair: Pair, tiny: Make, tmp_path: Path, step: int, said: int
+) -> None:
+    waits = {"name": "ZeroOneAdam", "args": {"betas": [0.5, 0.5], "variance": {"stop": "auto"}}}
+    for name, optim in {"warm-up": {"args": {"betas": [0.5, 0.5], "freeze_step": 20}}, "variance": waits}.items():
+        ends_of_ranks = pair.run(ends, tiny(tmp_path / name, optim=optim), step)
+        assert [len(lines) for lines in ends_of_ranks] == [said, 0]
 
 
 def test_residuals_differ_between_ranks_so_the_comparison_means_something(unstopped: Path) -> None:

@@ -147,6 +147,7 @@ class CommOptimizer(PackedOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
+        self._run: dict[str, Any] = {}  # what is said at its end, see diagnostics.py
         self._skipped_in_a_row = 0
         self._damaged: str | None = None
         self._right: dict[int, int] = {}  # whose replica the others get after the step
@@ -512,6 +513,11 @@ class CommOptimizer(PackedOptimizer):
         """Phase of the next step; "mixed" if the parameter groups are in different ones."""
         phases = {self.phase_of(group) for group in self.param_groups}
         return phases.pop() if len(phases) == 1 else "mixed"
+
+    def to_be_continued(self) -> None:
+        """Note that the run goes on in another process, from what was saved: nothing is logged of what its end would
+        have to say. Local: communicates nothing."""
+        self._run["goes_on"] = True
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank, and the residual of compression. Local: communicates nothing.

@@ -335,8 +335,9 @@ def by_a_door() -> str:
 
 
 def tell_if_never_compressed(optimizer: str, run: Mapping[str, Any]) -> None:
-    """At the end of a run: that its warm-up has not ended, if that had ``run["enough"]`` steps or more."""
-    if not run["compressed"] and run["warmup"] >= run["enough"]:
+    """At the end of a run: that its warm-up has not ended, if that had ``run["enough"]`` steps or more; nothing where
+    the run goes on (:meth:`~commopt.optim.CommOptimizer.to_be_continued`)."""
+    if not run.get("goes_on") and not run["compressed"] and run["warmup"] >= run["enough"]:
         logger.warning(
             "%s: the run ends after %d steps, all of them of its warm-up, which freeze_step=%r has not ended. A fifth "
             "of the steps of a run is usual",
@@ -346,8 +347,8 @@ def tell_if_never_compressed(optimizer: str, run: Mapping[str, Any]) -> None:
 
 def tell_if_never_settled(optimizer: str, run: Mapping[str, Any]) -> None:
     """At the end of a run of 0/1 Adam: that it has taken no local steps, if it was still ``run["waiting"]`` for the
-    variance, and that for ``run["enough"]`` steps or more."""
-    if run["waiting"] and run["waited"] >= run["enough"]:
+    variance, and that for ``run["enough"]`` steps or more; nothing where the run goes on."""
+    if not run.get("goes_on") and run["waiting"] and run["waited"] >= run["enough"]:
         logger.warning(
             "%s: the run ends after %d steps in which ranks sent something at each: the variance has not settled, as "
             "VariancePolicy(stop='auto') waits for. VariancePolicy(stop=<an int>) and a SyncPolicy that fits the run "

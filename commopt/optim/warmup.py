@@ -93,7 +93,7 @@ class WarmupOptimizer(CommOptimizer):
         until = WORDS.until.replace("in full precision", f"by {self.warmup_compressor}")
         words = WORDS if self.warmup_compressor is None else WORDS._replace(until=until)
         self._frozen = thaw.FrozenVariance(words, self.corrects_bias, self.measures_updates, self.warmup_compressor)
-        self._run: dict[str, Any] = {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
+        self._run |= {"warmup": 0, "compressed": 0, "enough": 1, "freeze_step": "auto"}
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_compressed, type(self).__name__, self._run)
 

@@ -239,7 +239,7 @@ class ZeroOneAdam(CommOptimizer):
         super()._restart()
         self._frozen = FrozenVariance(WORDS)
         self._parted = False
-        self._run: dict[str, Any] = {"waiting": False, "waited": 0, "enough": 1}  # for a variance to settle
+        self._run |= {"waiting": False, "waited": 0, "enough": 1}  # for a variance to settle
         if self.topology.rank == 0:
             weakref.finalize(self, tell_if_never_settled, type(self).__name__, self._run)
 

@@ -22,6 +22,7 @@ import torch
 
 import commopt.ops
 from commopt.comm import CollectiveError
+from commopt.optim import CommOptimizer
 from commopt.outer import OuterOptimizer
 from commopt.train import checkpoint, lock, resume
 from commopt.train.alike import check_alike
@@ -191,7 +192,7 @@ class Trainer:
         """Train until the last step or a signal; return the end summary. Raises Stopped for a signal before that."""
         train, heldout = self.config.train, None
         self.world.heed()
-        with self._recording() as recorder:
+        with self._recording() as recorder, self._until_done():
             while self.step < train.steps:
                 record = self.train_step()
                 recorder.advance(record["phase"])
@@ -325,6 +326,16 @@ class Trainer:
                 yield recorder
             finally:
                 recorder.close()
+
+    @contextlib.contextmanager
+    def _until_done(self) -> Iterator[None]:
+        """Context of the steps: where they end before the last one, the run does not."""
+        try:
+            yield
+        finally:
+            optimizer = self.engine.optimizer
+            if self.step < self.config.train.steps and isinstance(optimizer, CommOptimizer):
+                optimizer.to_be_continued()
 
     def _describe(self, found: Path | None) -> None:
         """Say what runs here, on what, and for how long."""
