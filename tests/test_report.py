@@ -14,9 +14,10 @@ import pytest
 
 from commopt.cli import main
 from commopt.report.page import COLUMNS, final_figures
+from commopt.report.pictures import _residuals, _training
 from commopt.report.runs import read_runs, short_names
 from commopt.train.errors import UserError
-from commopt.train.plot import phase_switch
+from commopt.train.plot import new_figure, phase_switch
 
 
 def write_run(folder: Path, name: str, steps: int = 8, switch: int | None = 4, **changes: Any) -> Path:
@@ -111,6 +112,31 @@ def test_a_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert re.search(r"a +8 +2.0000 +132.0 +1.9 x +4.0", said)
     assert re.search(r"b< +8 +2.0000 +256.0 +1.0 x +4.0", said)
+
+
+def test_a_folder_without_a_record_is_left_out_where_others_have_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a run that has just begun, among those of runs/*; labels stay with their runs."""
+    first, begun, last = (write_run(tmp_path / name, name) for name in "abc")
+    (begun / "metrics.jsonl").write_text("")
+    (begun / "config.yaml").write_text("- no\n- config: [")
+    for labels, names in (((), ["a", "c"]), (("x", "y", "z"), ["x", "z"])):
+        runs = read_runs([first, begun, last], labels)
+        assert [(run.label, run.optimizer) for run in runs] == list(zip(names, "ac"))
+    said = f"{begun} has no run: metrics.jsonl is missing, empty, or damaged in every line; it is left out"
+    assert caplog.messages == [said, said]
+    with pytest.raises(UserError, match="c is no folder"):
+        read_runs([first, begun, tmp_path / "nowhere" / "c"])
+
+
+def test_a_run_of_one_record_can_be_seen(tmp_path: Path) -> None:
+    run = read_runs([write_run(tmp_path / "a", "AdamW", steps=1, residual_ratio=0.5)])
+    for draw in (_training, _residuals):
+        figure = new_figure(4, 3)
+        assert draw(figure, run)
+        (line,) = figure.axes[0].lines
+        assert (len(line.get_xdata()), line.get_marker()) == (1, "o")
 
 
 def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:

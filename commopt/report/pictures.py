@@ -47,6 +47,11 @@ def plain(text: str) -> str:
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
+def _mark(x: Sequence[float]) -> str:
+    """Marker of a curve: one of a single point would have no line to be seen by."""
+    return "o" if len(x) == 1 else ""
+
+
 def _tidy(axes: Any, label: str) -> None:
     axes.set_xlabel(label)
     axes.grid(alpha=0.25)
@@ -81,7 +86,7 @@ def _training(figure: Any, runs: Sequence[Run]) -> bool:
     for i, run in enumerate(runs):
         x, y = run.points("step", "loss")
         drawn = drawn or bool(x)
-        axes.plot(x, y, color=color_of(i), linewidth=1.0, alpha=0.8, label=plain(run.label))
+        axes.plot(x, y, color=color_of(i), linewidth=1.0, alpha=0.8, marker=_mark(x), label=plain(run.label))
     _tidy(axes, "steps")
     axes.set_ylabel("loss of single batches, nats per token")
     _legend(figure, axes)
@@ -117,7 +122,7 @@ def _residuals(figure: Any, runs: Sequence[Run]) -> bool:
         x, y = run.points("step", "residual_ratio")
         if x:
             drawn = True
-            axes.plot(x, y, color=color_of(i), linewidth=1.6, label=plain(run.label))
+            axes.plot(x, y, color=color_of(i), linewidth=1.6, marker=_mark(x), label=plain(run.label))
     if not drawn:
         return False
     _tidy(axes, "steps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from commopt.train.errors import UserError
 from commopt.train.metrics import CONFIG, METRICS, Record, read_metrics
 from commopt.train.plot import points
 from commopt.train.yamlfile import read_yaml
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,20 @@ def _phase(record: Record) -> str:
 
 def read_runs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[Run]:
     """The runs in ``folders``, called by ``labels`` or by what is different in their paths; those that would be called
-    the same get a number.
+    the same get a number. A folder where nothing is recorded, such as that of a run that has just begun, is left out,
+    with a warning, if others have something.
 
     Raises:
-        UserError: a folder is not there, or has no metrics.
+        UserError: a folder is not there, or cannot be read, or none has metrics.
     """
     names = _told_apart([one_line(name) for name in list(labels) or short_names(folders)])
-    return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    for run in (run for run in runs if not run.records):
+        said = f"{run.folder} has no run: {METRICS} is missing, empty, or damaged in every line"
+        if not any(other.records for other in runs):
+            raise UserError(said)
+        log.warning("%s; it is left out", said)
+    return [run for run in runs if run.records]
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:
@@ -98,10 +108,8 @@ def _read(folder: Path, label: str) -> Run:
         records = read_metrics(folder)
     except OSError as error:
         raise UserError(f"{folder}: {METRICS} cannot be read: {error.strerror}") from None
-    if not records:
-        raise UserError(f"{folder} has no run: {METRICS} is missing, empty, or damaged in every line")
     path = folder / CONFIG
-    config = read_yaml(path, "config of a run") if path.exists() else {}
+    config = read_yaml(path, "config of a run") if records and path.exists() else {}
     return Run(label, folder, config if isinstance(config, dict) else {}, records)
 
 
