@@ -37,13 +37,16 @@ config="$(default_config "$@")"
 set -- ${config:+"$config"} "$@"
 # Mistakes in the config end here, with one line, before any process is started.
 resolved="$(python -m commopt train "$@" --print_config)" || exit $?
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    read_folder='import sys, yaml; print(yaml.safe_load(sys.stdin)["train"]["run_dir"])'
-    folder="$(python -c "$read_folder" <<<"$resolved")"
-    # A checkpoint that was given counts until the run has one of its own.
-    if ls -d -- "$folder"/checkpoints/step-* >/dev/null 2>&1; then # not compgen: the name may have brackets
-        set -- "$@" --resume=auto
-    fi
+read_folder='import sys, yaml; print(yaml.safe_load(sys.stdin)["train"]["run_dir"])'
+folder="$(python -c "$read_folder" <<<"$resolved")"
+# What was given counts until the run has a checkpoint of its own: others than those that were there when the job began.
+# By inode, as one of the same step may be written anew. Not compgen: the name may have brackets.
+found="$(ls -di -- "$folder"/checkpoints/step-* 2>/dev/null || true)"
+begun="$folder/.slurm-$SLURM_JOB_ID"
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -e "$begun" ]; then
+    mkdir -p -- "$folder" && printf '%s\n' "$found" >"$begun"
+elif [ -n "$found" ] && [ "$found" != "$(cat "$begun")" ]; then
+    set -- "$@" --resume=auto
 fi
 
 machines="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"

@@ -209,12 +209,23 @@ def test_slurm_with_one_machine_needs_no_address(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("given", ["--resume=elsewhere", None])
+@pytest.mark.parametrize("others", [(), ("step-00000003", "step-00000004")])
 @pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_slurm_starts_again_where_it_was(cluster: Cluster, given: str | None, has_checkpoint: bool) -> None:
-    """From the checkpoint that was given, or the beginning, as long as the run has none of its own."""
+def test_slurm_starts_again_where_it_was(
+    cluster: Cluster, given: str | None, others: tuple[str, ...], has_checkpoint: bool
+) -> None:
+    """From the checkpoint that was given, or the beginning, as long as the run has none of its own; ``others`` were
+    there before the job."""
     words = (*WORDS, *([given] if given else []))
-    if has_checkpoint:
-        (cluster.root / "runs/a [b]/checkpoints/step-00000005").mkdir(parents=True)
+    for name in others:
+        (cluster.root / "runs/a [b]/checkpoints" / name).mkdir(parents=True)
+    assert cluster.run("slurm.sh", *words, **cluster.job) == (0, "")
+    assert cluster.started("1")[-len(words) :] == list(words)
+    if has_checkpoint:  # where there were others, the last one set aside, and written anew
+        own = cluster.root / "runs/a [b]/checkpoints" / (others[-1] if others else "step-00000005")
+        if others:
+            own.rename(own.with_name(f"discarded-{own.name}"))
+        own.mkdir(parents=True)
     assert cluster.run("slurm.sh", *words, **cluster.job, SLURM_RESTART_COUNT="1", MASTER_PORT="5000") == (0, "")
     added = ["--resume=auto"] if has_checkpoint else []  # the last one counts
     assert cluster.started("1") == documented(1, "node7", 5000, *words, *added)
