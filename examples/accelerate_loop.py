@@ -1,5 +1,6 @@
 """A loop of Hugging Face accelerate with DiLoCo, on CPUs in seconds:
 
+pip install ".[hf]"  # in the checkout, once
 torchrun --standalone --nproc-per-node=2 examples/accelerate_loop.py
 """
 

@@ -1,5 +1,6 @@
 """Hugging Face Trainer with 1-bit Adam, on CPUs in seconds:
 
+pip install ".[hf]"  # in the checkout, once
 torchrun --standalone --nproc-per-node=2 examples/hf_trainer.py
 """
 

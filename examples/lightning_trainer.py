@@ -1,5 +1,6 @@
 """Lightning's Trainer with 1-bit Adam: two processes on the CPU, in seconds.
 
+pip install ".[lightning]"  # in the checkout, once
 python examples/lightning_trainer.py
 """
 
