@@ -211,7 +211,7 @@ class Topology:
             "step": step,
             "total": self.traffic.total.summary(),
             "fp32_bytes": fp32_bytes,
-            "ratio": fp32_bytes / step["bytes"] if step["bytes"] else None,
+            "ratio": fp32_bytes / step["bytes"] if step["bytes"] and fp32_bytes else None,
         }
 
     def open(self) -> None:

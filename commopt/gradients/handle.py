@@ -83,7 +83,7 @@ class CompressedGradients:
             ``step`` (the last mean) and ``total``, each ``{"bytes", "calls", "by_collective"}`` and, where ranks are
             grouped, what stays inside as ``"intra_node"``; ``fp32_bytes``, what all-reduces of float32 would send in a
             step (FSDP's exchanges, as far as they are compressed); ``ratio``, that over the bytes of the last step, or
-            None; ``steps``, the means taken, and ``not_finite``, how many of them were not finite.
+            None if either is 0; ``steps``, the means taken, and ``not_finite``, how many of them were not finite.
         """
         mean = self.mean
         sharded = 0 if self._sharded is None else self._sharded.fp32_bytes

@@ -531,7 +531,7 @@ class CommOptimizer(PackedOptimizer):
                 attached averages gradients in every step, ``by_collective["ddp"]`` is that: an estimate, one all-reduce
                 of them in their dtype.
             fp32_bytes: what a float32 all-reduce of all parameters would send in a step.
-            ratio: fp32_bytes over the bytes of the last step; None if it sent nothing.
+            ratio: fp32_bytes over the bytes of the last step; None if either is 0.
             residual_norm, momentum_norm: 2-norms of this rank's worker residual and of the quantity that is compressed.
             residual_ratio: the one over the other; None if the latter is 0.
             skipped_steps: steps skipped because of inf or NaN.
