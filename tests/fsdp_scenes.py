@@ -1096,3 +1096,20 @@ def evaluated_after_a_load(rank: int, world_size: int) -> bool:
     net.reshard()
     backward(net, 1, rank)
     return all(g is None or bool(g.isfinite().all()) for g in gradients(net))
+
+
+def of_the_page(rank: int, world_size: int, program: str) -> list[float]:
+    """How many times fewer bytes are sent by each way of a program of the pages, on machines of two ranks."""
+    imports, *ways = program.replace('"cuda"', '"cpu"').split("\n\n")
+    names: dict[str, Any] = {
+        "commopt": commopt, "fully_shard": fully_shard, "init_device_mesh": init_device_mesh,
+        "machines": world_size // 2, "ranks_per_machine": 2,
+    }  # fmt: skip
+    out = []
+    for way in ways:  # a later one has the mesh of those before
+        names["model"] = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        exec(f"{imports}\n{way}", names)
+        for _ in range(2):  # the first gathers differences to nothing, in full
+            names["model"](torch.full((2, 64), 1.0 + rank)).square().sum().backward()
+        out.append(names["handle"].comm_stats()["ratio"])
+    return out

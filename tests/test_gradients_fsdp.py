@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsdp_scenes
 import pytest
@@ -418,3 +420,11 @@ def test_weights_of_several_dtypes_are_refused_where_fsdp_gathers_bytes(pool):
 
 def test_an_evaluation_may_be_the_first_after_a_load(pool):
     assert all(pool.over_gloo(2, fsdp_scenes.evaluated_after_a_load))
+
+
+def test_the_lines_of_the_page_compress_what_fsdp_sends(pool):
+    page = (Path(__file__).parents[1] / "docs" / "gradients.md").read_text()
+    program = next(p for p in re.findall(r"(?ms)^```python\n(.*?)^```$", page) if "fully_shard(model, mesh=mesh)" in p)
+    for ratios in pool.over_gloo(4, fsdp_scenes.of_the_page, program):
+        assert len(ratios) == 3
+        assert min(ratios) > 5

@@ -106,7 +106,8 @@ def compress_gradients(
             one byte an element; not with PowerSGD, ACP and TopBlocks.
         inside: another compressor for gradients inside a machine, without feedback: those that the ranks of a node send
             each other before ``compressor`` takes their part of the mean, or FSDP2's reduce-scatters, if ``compressor``
-            goes between replicas, or their part inside a node. Where there is one node only, all is in full precision.
+            goes between replicas, or their part inside a node. With one node of a NodesBackend all is in full
+            precision; a mesh of (1, L) is L nodes of one rank.
         weights: a compressor for FSDP2's all-gathers, in forward and in backward, such as ``Int8()``; or
             :class:`commopt.gradients.Differences`, to those gathered last: in forward only, but a rank holds the whole
             model in the dtype that FSDP gathers. The optimizer's weights stay exact.

@@ -21,8 +21,8 @@ Where this differs from the papers:
 * The first cycle is shorter for all fragments but the last: fragment p has had p H / P steps then.
 * Fragments are not layers, which an optimizer does not know, but buckets: runs of parameters. They are dealt out in
   their order, each to the fragment that has the fewest bytes so far. Of equal buckets that is the paper's strided
-  pattern, which it finds slightly better than runs of layers; and the largest fragment, which takes longest to send, is
-  as small as buckets allow.
+  pattern, which it finds slightly better than runs of layers; of others, fragments are about as large as each
+  other, and the largest takes longest to send.
 * With alpha = 1/2 half of the d steps is given up, as in the paper; "corrected" gives up nothing, and is the default.
 * Eager: with a compressor the others' share is what came of it, and the own one is exact. D_r(-1) = D(-1) = 0. A
   parameter that all ranks have frozen is one value on all of them from the next round on (:mod:`.freezing`).
