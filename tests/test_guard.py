@@ -523,6 +523,22 @@ def test_no_gradient_at_all_is_said_once(caplog):
 
     on_threads(2, run)
     assert caplog.text.count("no parameter has a gradient on any rank") == 1
+    assert "frozen" not in caplog.text
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it was made", "later"])
+@pytest.mark.parametrize("make", [OneBitAdam, DiLoCo])
+def test_parameters_that_are_all_frozen_are_said_once(caplog, make, before):
+    def run(backend):
+        model = Toy()
+        model.requires_grad_(not before)
+        optimizer = make(model.parameters(), lr=0.1, backend=backend)
+        model.requires_grad_(False)
+        for _ in range(3):
+            optimizer.step()
+
+    on_threads(2, run)
+    assert caplog.text.count(f"All {len([*Toy().parameters()])} of this optimizer are frozen") == 1
 
 
 # settings -------------------------------------------------------------------------------------------------------------

@@ -427,8 +427,8 @@ class CommOptimizer(PackedOptimizer):
     def _end_agreed(self, step: StepInFlight) -> None:
         """Ends a step that all ranks have taken together."""
         self._skipped_in_a_row, self._check_next = 0, False
-        if step.params and not step.present():
-            self._diagnostics.idle()
+        if not step.present() and (step.params or not any(p.requires_grad for p in self.params)):
+            self._diagnostics.idle(self.params)
         if self._right:
             comparing.copy_replicas(self, self._right)
             self._right, self._check_next = {}, True

@@ -60,16 +60,20 @@ class Diagnostics:
                 self.optimizer, LARGEST_NORM, self.numbers[self.rank], count,
             )  # fmt: skip
 
-    def idle(self, where: str = "on any rank") -> None:
-        """No parameter has a gradient ``where`` it would count."""
-        if self._once("idle"):
-            logger.warning(
-                "%s: no parameter has a gradient %s, so nothing moves. Was backward() called, and are these "
-                "still the parameters of the model? (FSDP1, and FSDP2's fully_shard(), exchange them: shard first, and "
-                "make the optimizer then; or put the new ones into its groups, and call rebind(). FSDP2 hides "
-                "gradients where set_requires_all_reduce(False) or set_requires_gradient_sync(False) was called.)",
-                self.optimizer, where,
-            )  # fmt: skip
+    def idle(self, params: Sequence[Tensor], where: str = "on any rank") -> None:
+        """None of ``params``, those of the optimizer, has a gradient ``where`` it would count."""
+        if not self._once("idle"):
+            return
+        why = (
+            "Was backward() called, and are these still the parameters of the model? (FSDP1, and FSDP2's "
+            "fully_shard(), exchange them: shard first, and make the optimizer then; or put the new ones into its "
+            "groups, and call rebind(). FSDP2 hides gradients where set_requires_all_reduce(False) or "
+            "set_requires_gradient_sync(False) was called.)"
+            if any(p.requires_grad for p in params)
+            else f"All {len(params)} of this optimizer are frozen (requires_grad=False): make it after what freezes "
+            "the model and adds others to train, as peft's get_peft_model() does, and trainers with peft_config="
+        )
+        logger.warning("%s: no parameter has a gradient %s, so nothing moves. %s", self.optimizer, where, why)
 
     def nothing_to_average(self, count: int, by_others: bool, ranks: Any) -> None:
         """Of ``count`` sharded parameters no rank holds what another one averages: ``by_others``, if some hold the same

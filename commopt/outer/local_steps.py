@@ -30,7 +30,7 @@ def step(optimizer: OuterOptimizer) -> None:
         optimizer.settle()
     params = [p for p in optimizer.params if p.grad is not None]
     if not params:
-        optimizer._diagnostics.idle("on this rank")
+        optimizer._diagnostics.idle(optimizer.params, "on this rank")
     unscale = 1 / float(getattr(optimizer, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
     where = f"{type(optimizer).__name__}, local step {optimizer.param_groups[0]['round_step'] + 1}"
     square, error = agree_inside(topology, optimizer.square_norm_of(params) * unscale**2, error, where)
