@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Backend, CollectiveError, gather_rows, wait
-from commopt.comm.store import StoreLost
+from commopt.comm.store import StoreLost, until
 from commopt.optim import binding, following
 from commopt.optim.own import digest_of
 from commopt.outer import groups
-from commopt.outer.members import Members
+from commopt.outer.members import TOO_LONG, Members
 from commopt.outer.view import CutOff, LeftOut
 
 if TYPE_CHECKING:
@@ -112,24 +113,34 @@ def join(optimizer: OuterOptimizer, members: Members, fetch_base: bool, again: b
                     members.give_up()
                     raise
             return
-    raise LeftOut(f"{ATTEMPTS} times, a member has begun to give this rank the state, and has failed")
+    raise LeftOut(
+        f"{ATTEMPTS} times, a member has begun to give this rank the state, and has failed; if that takes longer than "
+        f"{members.timeout:g} s, give all members a longer timeout"
+    )
 
 
 def serve(optimizer: OuterOptimizer, members: Members) -> None:
-    """Gives those that join the state."""
+    """Gives those that join the state, each within ``timeout`` seconds: for longer the others do not wait."""
+    begin = time.monotonic()
+    left = until(members.timeout)
     for ticket in members.ready():
         try:
-            give(optimizer, members.call(ticket))
+            give(optimizer, members.call(ticket, left), left)
         except StoreLost:
             raise
         except Exception as error:  # it is the joiner's alone
             logger.warning("members: a rank that would join has not: %s", error)
             members.roster.leave_for(ticket)
-    members.has_joined()
+        left = until(members.timeout)
+    members.has_joined(time.monotonic() - begin)
 
 
-def give(optimizer: OuterOptimizer, backend: Backend) -> None:
-    """Sends the state to rank 1."""
+def give(optimizer: OuterOptimizer, backend: Backend, left: Callable[[], float]) -> None:
+    """Sends the state to rank 1, in the seconds that are ``left()``.
+
+    Raises:
+        commopt.comm.CollectiveError: it has not got it in time.
+    """
     binding.check_alike(backend, optimizer.param_groups, groups.fixed_settings(optimizer))
     wanted = gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)
     failed: Exception | None = None
@@ -137,7 +148,7 @@ def give(optimizer: OuterOptimizer, backend: Backend) -> None:
         message = message_of(_given(optimizer, with_base=bool(wanted[1])))
     except Exception as error:  # such as what somebody has put into a parameter group
         failed, message = error, message_of({"error": f"{type(error).__name__}: {error}"})
-    send(backend, message)
+    send(backend, message, left)
     gather_rows(backend, torch.zeros(1, device="cpu"), WHERE)  # it has all
     if failed is not None:
         raise failed
@@ -224,9 +235,11 @@ def message_of(tree: Any) -> list[Tensor]:
     return [torch.tensor([header.numel()], device="cpu"), header, *tensors]
 
 
-def send(backend: Backend, message: Sequence[Tensor]) -> None:
-    """Sends what :func:`message_of` has made, from the CPU."""
+def send(backend: Backend, message: Sequence[Tensor], left: Callable[[], float]) -> None:
+    """Sends what :func:`message_of` has made, from the CPU, as long as there are seconds ``left()``."""
     for t in message:
+        if not left():
+            raise CollectiveError(f"{WHERE}: {TOO_LONG}")
         if t.numel():
             data = t.detach().cpu().contiguous()
             wait(backend.broadcast(data.view(-1).view(torch.uint8)), WHERE)

@@ -123,6 +123,6 @@ def call(roster: Roster, ticket: Ticket) -> None:
     roster.client.set(f"called/{roster.epoch}/{ticket}", "")
 
 
-def has_joined(roster: Roster) -> None:
-    """Tells the other members that joiners have what they need, or never will."""
-    roster.client.set(f"joined/{roster.epoch}", "")
+def has_joined(roster: Roster, seconds: float) -> None:
+    """Tells the other members that joiners have what they need, or never will, and after how many seconds."""
+    roster.client.set(f"joined/{roster.epoch}", str(seconds))

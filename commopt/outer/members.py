@@ -35,6 +35,8 @@ AGAIN = 1.0
 """Seconds between two questions to a store that does not answer."""
 CALL = 5.0
 """Most seconds that joiners are waited for, when they are called."""
+TOO_LONG = "it takes longer than timeout= of the members allows"
+"""Why a joiner is not given the state."""
 
 
 class Members:
@@ -59,7 +61,8 @@ class Members:
             that. None: it joins the run that others begin.
         patience: seconds > 0 that members that are there wait for those that are not, at the end of a round, from when
             the first of them is there: more than the time by which one is slower than another.
-        timeout: seconds > 0 that a collective may take, and joiners until they have the state.
+        timeout: seconds > 0 that a collective may take, and each joiner until it has the state: over a slow network,
+            more than its bytes take. One that takes longer is given up.
         join_timeout: seconds > 0 that a rank waits to be taken in: more than a round takes.
         reconnect: seconds >= 0 that a rank which is cut off goes on trying. From the store: it asks that again; if it
             answers, the rank joins anew (``rejoin``), unless the others have waited. From other members: it joins anew
@@ -344,23 +347,23 @@ class Members:
         """The joiners that are there."""
         return lobby.ready(self.roster, min(CALL, self.patience))
 
-    def call(self, ticket: Ticket) -> Backend:
-        """This rank, rank 0, and a joiner.
+    def call(self, ticket: Ticket, left: Callable[[], float]) -> Backend:
+        """This rank, rank 0, and a joiner, whose collectives fail when no seconds are ``left()``.
 
         Raises:
             commopt.comm.CollectiveError: they have not reached each other.
         """
         lobby.call(self.roster, ticket)
-        return self._reach(f"state for {ticket}", 0, 2)
+        return self._reach(f"state for {ticket}", 0, 2, left)
 
     def forsake(self) -> None:
         """Leaves, to join anew."""
         lobby.forsake(self.roster)
         self._channel = None
 
-    def has_joined(self) -> None:
-        """Tells the others that nobody has to be given the state any more."""
-        lobby.has_joined(self.roster)
+    def has_joined(self, seconds: float) -> None:
+        """Tells the others that nobody has to be given the state any more, which has taken so long."""
+        lobby.has_joined(self.roster, seconds)
 
     def stats(self) -> Mapping[str, Any]:
         """For ``comm_stats()``: epoch, and names of the members."""
@@ -378,13 +381,18 @@ class Members:
         """Another connection to the store, as over each one question is asked at a time; or else the one there is."""
         return self.roster.client.ask(lambda store: store.clone()) if self._makes_connections else self._store
 
-    def _reach(self, what: str, rank: int, world_size: int) -> Backend:
+    def _reach(self, what: str, rank: int, world_size: int, left: Callable[[], float] | None = None) -> Backend:
         epoch, _, lot = self.roster.now.split()
         name = f"{what} {epoch}-{lot}"
         store = dist.PrefixStore(name, self._connection())
-        patience, why = self.patience, self.roster.given_up
-        if not self._makes_connections:  # who connects has the one connection to it meanwhile
-            patience, why = self.patience + self.timeout, nobody_has
+        asks = self._makes_connections  # else who connects has the one connection to it meanwhile
+        patience = self.patience if asks else self.patience + self.timeout
+
+        def why() -> str | None:
+            if left is not None and not left():
+                return TOO_LONG
+            return self.roster.given_up() if asks else None
+
         return connected(self._connect, store, name, rank, world_size, self.timeout, patience, why)
 
 

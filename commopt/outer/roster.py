@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -146,7 +147,8 @@ class Roster:
 
         Args:
             report: of this rank.
-            patience: seconds that those that are there wait for those that are not.
+            patience: seconds that those that are there wait for those that are not; behind a round in which some have
+                joined, for as many more as that has taken.
             busy: seconds that they wait before that for who gives joiners the state, for each of these.
 
         Raises:
@@ -160,7 +162,7 @@ class Roster:
         if self._settle(report):
             return self.view
         view = self.view
-        self._wait_for_joiners(view, busy)
+        patience += self._wait_for_joiners(view, busy)
         last = self._tell(report)
         if not last and not self._wait(patience):
             logger.warning("members: %s did not come within %g s", view.named(self._missing()), patience)
@@ -230,15 +232,21 @@ class Roster:
             raise LeftOut("the other members have ended a round which this rank has not applied")
         return False
 
-    def _wait_for_joiners(self, view: View, busy: float) -> None:
+    def _wait_for_joiners(self, view: View, busy: float) -> float:
         """Waits until those that join have the state, or never will, which the first rank says once more: the store may
-        have been lost when it had given what it could."""
-        if self.state == "done" and view.joiners:
-            key = f"joined/{self.epoch}"
-            if self.ticket == view.members[0]:
-                self.client.set(key, "")
-            else:
-                self.client.wait(key, busy * len(view.joiners))
+        have been lost when it had given what it could. Returns how many seconds later than this rank the first one and
+        those that have joined may be now, as they have begun their round later."""
+        if self.state != "done" or not view.joiners:
+            return 0.0
+        key = f"joined/{self.epoch}"
+        if self.ticket == view.members[0]:
+            self.client.compare_set(key, "", "0")
+            return 0.0
+        begin = time.monotonic()
+        if not self.client.wait(key, busy * len(view.joiners)):
+            return 0.0
+        took = float(self.client.get(key) or 0)
+        return max(0.0, took - (time.monotonic() - begin))
 
     def _wait(self, patience: float) -> bool:
         """Waits for the next view; says whom for."""
