@@ -115,3 +115,39 @@ def test_a_process_does_not_wait_at_its_end_for_ranks_that_never_join():
     finally:
         absent.kill()
         absent.communicate()
+
+
+ASKING = """
+import sys, time
+from contextlib import suppress
+from datetime import timedelta
+import torch.distributed as dist
+from commopt.comm import CollectiveError
+from commopt.comm.given_up import connected, nobody_has
+from commopt.comm.meeting import StoreMeeting
+from commopt.comm.store import StoreClient
+
+store = dist.HashStore()
+answer = lambda store, *_: store.wait(["never"], timedelta(seconds=1.7))
+with suppress(CollectiveError):
+    if sys.argv[1] == "who is missing":
+        StoreMeeting(store, 0, [0, 1])._ask(answer)
+    elif sys.argv[1] == "members":
+        StoreClient(store, 1.0).ask(answer)
+    else:
+        connected(answer, store, "members", 0, 2, 1.0, 1.0, nobody_has)
+
+class TornDown:
+    sleep = time.sleep
+    def __del__(self):
+        self.sleep(1.5)
+
+last = TornDown()
+"""
+
+
+@pytest.mark.parametrize("asks", ["who is missing", "members", "connections"])
+def test_a_process_ends_in_order_though_an_answer_that_it_has_given_up_comes_as_it_ends(asks):
+    process = subprocess.Popen([sys.executable, "-c", ASKING, asks], stderr=subprocess.PIPE, text=True)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said

@@ -24,7 +24,7 @@ from commopt.comm.backend import Backend, LocalBackend, Work, sends_from
 from commopt.comm.gloo import connect
 from commopt.comm.meeting import StoreMeeting
 from commopt.comm.pipeline import CollectiveError
-from commopt.comm.store import until
+from commopt.comm.store import inside, until
 from commopt.comm.watch import first_notice
 
 logger = logging.getLogger("commopt")
@@ -79,7 +79,7 @@ def connected(
 
 def _in_a_thread(call: Callable[[], T]) -> Future[T]:
     """What ``call`` returns or raises; it has the current GPU of this thread, and whether gradients are on."""
-    out: Future[T] = Future()
+    out: Future[T] = inside(Future())
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: as it is
     gradients = torch.is_grad_enabled()
 

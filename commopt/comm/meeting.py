@@ -11,6 +11,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from commopt.comm import watch
+from commopt.comm.store import inside
 from commopt.comm.watch import Roll
 
 T = TypeVar("T")
@@ -109,7 +112,7 @@ class StoreMeeting(Meeting):
         super().__init__(rank, ranks)
         self._store = store
         self._own: Any = None  # a connection of our own, once there is something to say
-        self._asking: threading.Thread | None = None
+        self._asking: Future[Any] | None = None
 
     def send(self, word: str) -> None:
         self._ask(lambda store: store.set(str(self.rank), word))
@@ -128,20 +131,21 @@ class StoreMeeting(Meeting):
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
         """Answer of the store; None if it does not."""
-        if self._asking is not None and self._asking.is_alive():
+        if self._asking is not None and not self._asking.done():
             return None
-        answer: list[T] = []
+        answer: Future[T | None] = inside(Future())
 
         def ask() -> None:
+            found = None
             with suppress(Exception):  # of whatever store there is: without an answer the caller says so
                 if self._own is None:
                     self._own = _connection_of_its_own(self._store)
-                answer.append(question(self._own))
+                found = question(self._own)
+            answer.set_result(found)
 
-        self._asking = threading.Thread(target=ask, daemon=True)
-        self._asking.start()
-        self._asking.join(watch.LOOK)
-        return answer[0] if answer else None
+        self._asking = answer
+        threading.Thread(target=ask, daemon=True).start()
+        return answer.result() if futures.wait([answer], watch.LOOK).done else None
 
 
 def _connection_of_its_own(store: dist.Store) -> Any:

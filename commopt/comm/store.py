@@ -6,10 +6,12 @@ ever. So questions are asked in a thread, which is not waited for longer than an
 
 from __future__ import annotations
 
+import atexit
 import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Future
@@ -23,10 +25,27 @@ from commopt.comm.pipeline import CollectiveError
 
 T = TypeVar("T")
 
+AT_EXIT = 2.0
+"""Seconds that a process waits at its end for threads of ours that are inside C++: an answer may be slow to come."""
 _SLICE = 1.0
 _ABSENT = "\0"
 """Value that nothing is set to. A store returns what was expected of a key that is not there."""
 _Questions = queue.SimpleQueue[Any]
+
+
+_inside: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+
+def inside(call: Future[T]) -> Future[T]:
+    """``call``, in a daemon thread of ours, for which the process waits at its end. One that comes back from C++ when
+    Python has begun to shut down ends the process with SIGABRT, after all its work."""
+    _inside.add(call)
+    return call
+
+
+@atexit.register
+def _let_come_back() -> None:
+    futures.wait(list(_inside), AT_EXIT)
 
 
 class StoreLost(CollectiveError):
@@ -60,7 +79,7 @@ class StoreClient:
         Raises:
             StoreLost: there is none.
         """
-        answer: Future[T] = Future()
+        answer: Future[T] = inside(Future())
         questions = self._put((question, answer))
         slices = max(1, math.ceil((seconds + self.answer) / _SLICE))
         part = (seconds + self.answer) / slices
