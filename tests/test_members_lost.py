@@ -13,6 +13,7 @@ from commopt import Guard, LocalSGD, Members
 from commopt.comm import CollectiveError, given_up
 from commopt.comm.store import StoreClient, StoreLost
 from commopt.optim import NotFinite
+from commopt.outer.roster import Roster
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +169,23 @@ def test_a_run_begins_though_the_store_has_not_answered_that_a_rank_is_ready(mon
 
     assert run_ranks([lambda n=n: rank(n) for n in range(3)]) == [(2.0, [0, 1, 2])] * 3
     assert lost
+
+
+def test_who_waits_for_a_view_that_all_have_come_to_says_so(monkeypatch, caplog):
+    """The last one may have been slow to publish it, as over a bad link to the store."""
+    world, inner, slow = Rendezvous(), Roster.publish, [1.5]
+
+    def publish(self):
+        if slow:
+            time.sleep(slow.pop())
+        inner(self)
+
+    monkeypatch.setattr(Roster, "publish", publish)
+
+    def rank(name):
+        _, params, optimizer = averaging(world, name, ranks=2, patience=1.0)
+        return go(params, optimizer, name)
+
+    assert run_ranks([lambda n=n: rank(n) for n in range(2)]) == [1.5] * 2
+    assert "members: whoever came last has not told the others within 1 s" in caplog.text
+    assert "nobody" not in caplog.text

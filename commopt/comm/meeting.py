@@ -106,7 +106,10 @@ class StoreMeeting(Meeting):
         rank, ranks: as of :class:`Meeting`.
     """
 
-    silence = "the store of the process group cannot be reached; the rank that runs it may have gone"
+    silence = (
+        "the store of the process group cannot be reached: the rank that runs it may have gone, or the network to it "
+        "is slow"
+    )
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
         super().__init__(rank, ranks)

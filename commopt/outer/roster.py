@@ -165,7 +165,7 @@ class Roster:
         patience += self._wait_for_joiners(view, busy)
         last = self._tell(report)
         if not last and not self._wait(patience):
-            logger.warning("members: %s did not come within %g s", view.named(self._missing()), patience)
+            logger.warning("members: %s within %g s", self._late("did not come", "has not told the others"), patience)
         if (now := self.look()) == self.now:
             self.publish()
             now = self.look()
@@ -256,7 +256,7 @@ class Roster:
         assert self.view is not None
         if patience == first:
             return False
-        logger.warning("members: waiting for %s for %.3g s", self.view.named(self._missing()), first)
+        logger.warning("members: waiting for %s for %.3g s", self._late("", "to tell the others"), first)
         return self.client.wait(key, patience - first)
 
     def _here(self, ticket: Ticket) -> str:
@@ -265,6 +265,13 @@ class Roster:
     def _missing(self) -> list[Ticket]:
         there = self.client.get_all(self._here(ticket) for ticket in self.expected)
         return [ticket for ticket in self.expected if self._here(ticket) not in there]
+
+    def _late(self, missing: str, untold: str) -> str:
+        """Names who is missing, and is waited for; or says that all have come, and the view does not."""
+        assert self.view is not None
+        late = self._missing()
+        who, what = (self.view.named(late), missing) if late else ("whoever came last", untold)
+        return f"{who} {what}".rstrip()
 
     def leave_for(self, ticket: Ticket) -> None:
         """Tells the others not to wait for a rank that has not come, unless something has been said of it."""
