@@ -128,6 +128,24 @@ def test_a_run_that_is_resumed_with_another_scale_is_the_one_never_stopped(metho
     on_threads(2, run)
 
 
+def test_with_stochastic_rounding_a_scaled_run_draws_other_noise_and_another_of_its_scale_the_same() -> None:
+    def run(backend: ThreadBackend, scale: float) -> list[torch.Tensor]:
+        model = nn.Linear(40, 8, bias=False)
+        nn.init.ones_(model.weight)
+        used = scaler(scale)
+        commopt.compress_gradients(model, Int4(rounding="stochastic"), backend=backend, feedback=False, scaler=used)
+        draw = torch.Generator().manual_seed(backend.rank)
+        given = torch.randn(model.weight.shape, generator=draw)
+        used.scale((model.weight * given).sum()).backward()
+        assert model.weight.grad is not None
+        return [model.weight.grad / scale]
+
+    plain, scaled, again = (on_threads(2, lambda b, s=s: run(b, s)) for s in (1.0, 1024.0, 1024.0))
+    assert same_bits(scaled[0], scaled[1])
+    assert same_bits(scaled[0], again[0])
+    assert not same_bits(plain[0], scaled[0])
+
+
 def test_the_scaler_in_use_is_found_and_of_several_one_must_be_named() -> None:
     gc.collect()
     assert LossScale().change() == 1
