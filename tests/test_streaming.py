@@ -289,6 +289,40 @@ def test_a_copy_in_the_middle_of_a_flight_goes_on_as_the_original_would(streamin
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("merge", ["corrected", "eager"])
+def test_what_one_rank_freezes_or_unfreezes_in_flight_changes_nothing_of_a_flight_that_is_sent_again(merge, alike):
+    """A layer that all had frozen when it was sent is the mean, unless another was frozen on one rank alone."""
+    streaming = Streaming(1, merge=merge, delay=None if merge == "eager" else 2)
+
+    def run(backend):
+        def go(model, optimizer, steps):
+            for step in steps:
+                if step == 2:
+                    model.weight.requires_grad_(False)
+                if step == (4 if alike else 3) and backend.rank:
+                    model.bias.requires_grad_(not model.bias.requires_grad)
+                if step == 4 and backend.rank and not alike:
+                    model.bias.requires_grad_(True)
+                train(model, optimizer, range(step, step + 1), backend.rank, 2)
+
+        model, other = Toy(torch.float64), Toy(torch.float64)
+        settings = {"lr": 1e-2, "period": 4, "streaming": streaming, "backend": backend}
+        optimizer, second = DiLoCo(model.parameters(), **settings), DiLoCo(other.parameters(), **settings)
+        go(model, optimizer, range(5))
+        assert optimizer.comm_stats()["in_flight"]
+        other.load_state_dict(model.state_dict())
+        for p, q in zip(other.parameters(), model.parameters()):
+            p.requires_grad_(q.requires_grad)
+        second.load_state_dict(optimizer.state_dict())
+        for m, o in ((model, optimizer), (other, second)):
+            go(m, o, range(5, 12))
+        assert same_bits(params_of(model), params_of(other))
+        assert same_bits(all_tensors(optimizer.state_dict()), all_tensors(second.state_dict()))
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize("how", ["copy", "load"])
 @pytest.mark.parametrize("method", ["average", "diloco", "sign"])
 @EVERY_LATE

@@ -153,7 +153,7 @@ def report(
 ) -> RoundReport:
     """Report of this rank at the end of a round. ``checks``: whether digests may be compared at it. If it has
     ``sent`` something, whether that is finite counts, and not its parameters. ``frozen``: the numbers of the
-    parameters that were when that was sent first; ranks compare them, and those that are now."""
+    parameters that were when that was sent first; None: of those that are now. Ranks compare them."""
     own = optimizer.defaults.keys() - optimizer.base.defaults.keys() - {*OF_A_PART}
     named = [as_numbers(group, sorted(own)) for group in optimizer.param_groups]
     group = optimizer.param_groups[0]
@@ -163,7 +163,7 @@ def report(
         checks = optimizer.guard.checks_at(number + 1, number, optimizer._check_next, group["period"])
     moved, step = optimizer._moved, group["round_step"]
     skipped = max(optimizer._skipped_in_a_row.values(), default=0)
-    still = zlib.crc32(str((frozen_of(optimizer), frozen)).encode()) % 2**20
+    still = zlib.crc32(str(frozen_of(optimizer) if frozen is None else frozen).encode()) % 2**20
     if optimizer.members is None:
         packed = packing.layout(optimizer)
     else:  # whose buckets are made anew, alike, where they are others than before
