@@ -626,6 +626,28 @@ def test_a_model_that_one_rank_alone_has_loaded_is_noticed_at_once(model, overla
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("model", [Toy, Used])
+def test_a_model_that_is_loaded_before_a_step_that_is_skipped_is_where_the_next_steps_begin(model, overlap):
+    """One rank alone has a bad gradient. The ranks compare anchors in that step, as they take over what was loaded."""
+
+    def run(backend, bad):
+        mine = model()
+        optimizer = make("qsparse", mine, backend, period=4, overlap=overlap, guard=Guard(check_every=1000))
+        train(mine, optimizer, range(8), backend.rank, 2)
+        mine.load_state_dict(model(seed=9).state_dict())
+        for _ in range(bad):
+            mine.zero_grad()
+            (mine(tokens(8, backend.rank, 2)) * (math.nan if backend.rank == 1 else 1.0)).backward()
+            optimizer.step()
+        train(mine, optimizer, range(8, 14), backend.rank, 2)
+        assert optimizer.skipped_steps == bad
+        return params_of(mine)
+
+    for clean, skipped in zip(on_threads(2, partial(run, bad=0)), on_threads(2, partial(run, bad=2))):
+        assert same_bits(clean, skipped)
+
+
 @pytest.mark.parametrize("c2", [Identity(), Sign(16)])
 def test_what_compression_or_rounding_has_left_in_the_models_is_never_taken_for_a_loaded_model(c2):
     """With Identity() all ranks have the same model in every step, and the anchor what bfloat16 has lost of it."""

@@ -42,7 +42,7 @@ from torch import Tensor
 from commopt.comm import Backend, PSync, Replicas, Work, psync
 from commopt.compress import Compressor, Identity, RandomBlocks
 from commopt.optim import checks, loading, replicas
-from commopt.optim.agreement import StepReport, is_usable
+from commopt.optim.agreement import StepReport
 from commopt.optim.base import CommOptimizer
 from commopt.optim.cser_error import UPDATE, ImplicitError, StoredAnchor
 from commopt.optim.guard import Guard
@@ -241,9 +241,9 @@ class CSER(CommOptimizer):
             self._check_next = True  # the ranks may have loaded other ones
 
     def before_agreement(self, report: StepReport) -> None:
-        """Takes over in anchors what was loaded since the last step; not where there is no finite gradient, as the step
-        is skipped then."""
-        if report.error is None and is_usable(report.square_norm):
+        """Takes over in anchors what was loaded since the last step, whatever gradients this rank brings: only all
+        ranks together know that a step is skipped, and their anchors may be compared before."""
+        if report.error is None:
             for bucket, group in list(self.grouped_buckets())[self.step_in_flight().started :]:
                 self._adopt(bucket, group)
 
