@@ -662,3 +662,18 @@ def test_over_mpi():
     for params, text in on_mpi(4, over_mpi):
         assert same_bits(params, bits[0])
         assert "each in a place of its own" in text
+
+
+@pytest.mark.parametrize("then", [None, 1])
+def test_a_run_is_resumed_to_the_bit_where_ranks_become_nodes_of_one_or_are_them_no_more(then):
+    def run(backend):
+        model, optimizer = trained(backend, 1 if then is None else None)
+        other, resumed = trained(backend, then, steps=range(0))
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        assert same_bits(tensors_in(optimizer.state_dict()), tensors_in(resumed.state_dict()))
+        for m, o in ((model, optimizer), (other, resumed)):
+            train(m, o, range(STEPS, STEPS + 3), backend.rank, 3)
+        assert same_bits(params_of(model), params_of(other))
+
+    on_threads(3, run)

@@ -38,8 +38,10 @@ def numbers_in(buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> list
 
 def layout_of(numbers: Sequence[Sequence[int]], topology: Topology) -> int:
     """A checksum of which parameters are in which bucket, and of where ranks are: residuals of one layout mean nothing
-    in another."""
-    return zlib.crc32(f"{numbers}{getattr(topology.backend, 'grid', '')}".encode())
+    in another. Nodes of one rank each, in order, are no nodes."""
+    grid = getattr(topology.backend, "grid", "")
+    where = "" if grid == [(rank, 0) for rank in range(topology.world_size)] else grid
+    return zlib.crc32(f"{numbers}{where}".encode())
 
 
 def origin_here(buckets: Sequence[StateBucket], params: Sequence[Tensor], topology: Topology) -> Origin:
