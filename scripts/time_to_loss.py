@@ -48,6 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES, PAGE = ROOT / "benchmarks" / "time_to_loss.json", ROOT / "docs" / "time_to_loss.md"
 OTHERS = {
     "time_to_loss_slow.json": "With today's `min_variance`, on another machine",
+    "time_to_loss_more.json": "Methods that are not above, and with today's `min_variance`",
     "time_to_loss_small.json": "With one sample a host and step, not four: computing is an 11th of DDP's step",
 }
 """Further figures, beside these, and what is different there."""
