@@ -916,6 +916,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "low rank": lambda: commopt.compress_gradients(cut(Odd()), ACP(2)),
         "sum": lambda: commopt.compress_gradients(cut(Odd()), Int4(), reduction="sum"),
         "inside": lambda: commopt.compress_gradients(cut(Odd()), Int4(), inside=Int8()),
+        "warm-up": lambda: commopt.compress_gradients(cut(Odd()), Int4(), warmup_steps=3),
+        "warm-up inside": lambda: commopt.compress_gradients(
+            cut(Odd(), mesh=mesh["shard"]), Int4(), inside=Int8(), process_group=mesh, warmup_steps=3
+        ),
         "inside what": lambda: commopt.compress_gradients(cut(Odd()), Int4(), inside="int8"),
         "weights what": lambda: commopt.compress_gradients(cut(Odd()), Int4(), weights=8),
         "weights of": lambda: commopt.compress_gradients(Odd(), Int4(), weights=Int8()),

@@ -293,10 +293,15 @@ def test_a_mean_beyond_the_range_of_float16_is_not_finite_and_leaves_nothing(com
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 3])
 @pytest.mark.parametrize("half", [1, 4])
-def test_a_resumed_run_is_the_one_never_stopped(half):
+def test_a_resumed_run_is_the_one_never_stopped(half, warmup_steps):
     def run(backend: ThreadBackend) -> None:
-        check_resumed(lambda: made(backend, Sign(16)), lambda step: incomplete(step, backend.rank), half)
+        check_resumed(
+            lambda: made(backend, Sign(16), warmup_steps=warmup_steps),
+            lambda step: incomplete(step, backend.rank),
+            half,
+        )
 
     on_threads(3, run)
 
@@ -608,6 +613,36 @@ def test_removed_it_leaves_gradients_alone():
     on_threads(2, run)
 
 
+@pytest.mark.parametrize(
+    "compressor", [Sign(16), Int4(), TopK(4, 16), PowerSGD(2), ACP(2), TopBlocks(0.25, 32)], ids=str
+)
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_after_a_warm_up_of_exact_means_it_is_as_if_it_began_there(compressor, per_node):
+    """One step of the warm-up is not finite, and counts as any other."""
+
+    def run(ranks: ThreadBackend) -> None:
+        backend = ranks if per_node == 1 else ranks.nodes(per_node)
+        (model, handle), (exact, _), (late, begun) = (
+            made(backend, given, warmup_steps=steps)
+            for given, steps in ((compressor, 3), (Identity(), 0), (compressor, 0))
+        )
+        for step in range(6):
+            grads = incomplete(step, backend.rank)
+            grads[-1] = torch.full_like(grads[-1], math.nan) if step == 1 and backend.rank == 1 else grads[-1]
+            assert handle.warms_up == (step < 3)
+            other = exact if step < 3 else late
+            for which in (model, other):
+                which.backward(grads)
+            found, expected = model.take(), other.take()
+            assert [g is None for g in found] == [g is None for g in expected]
+            assert same_bits([g for g in found if g is not None], [g for g in expected if g is not None])
+        mine, theirs = (h.state_dict()["residuals"]["state"] for h in (handle, begun))
+        assert mine.keys() == theirs.keys()
+        assert all(same_bits(mine[i].values(), theirs[i].values()) for i in mine)
+
+    on_threads(2 * per_node, run)
+
+
 # what cannot be -------------------------------------------------------------------------------------------------------
 
 
@@ -619,6 +654,8 @@ def test_removed_it_leaves_gradients_alone():
         ([nn.Linear(2, 2)], {}, "model must be a torch.nn.Module, got list"),
         (nn.ReLU(), {}, "the ReLU has no trainable parameters"),
         (nn.Linear(2, 2), {"bucket_mb": -1}, "bucket_mb must be"),
+        (nn.Linear(2, 2), {"warmup_steps": -1}, "warmup_steps must be an int >= 0, got -1"),
+        (nn.Linear(2, 2), {"warmup_steps": 2.0}, "warmup_steps must be an int >= 0, got 2.0"),
         (nn.Linear(2, 2), {"reduction": "max"}, "reduction must be 'mean' or 'sum', got 'max'"),
         (nn.Linear(2, 2, device="meta"), {}, "parameter 0 is on the meta device"),
         (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), {}, "parameter 2 has no shape yet, it is of a lazy module"),

@@ -371,6 +371,8 @@ def test_what_cannot_be_is_said_on_every_rank(pool):
         assert "having the same of a gradient" in found["low rank"]
         assert "set_gradient_divide_factor(1.0)" in found["sum"]
         assert "machines of several ranks" in found["inside"]
+        assert "reduce-scatters are compressed from the first one; allowed is 0" in found["warm-up"]
+        assert "reduce-scatters are compressed from the first one; allowed is 0" in found["warm-up inside"]
         assert "got 'int8'" in found["inside what"]
         assert "got 8" in found["weights what"]
         assert "sharded by FSDP2" in found["weights of"]

@@ -48,7 +48,12 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
             "train": {**SHORT, "accumulate": 2},
         },
     ),
-    "ddp, factors": (2, {"comm": {"compress": {"name": "ACP", "args": {"rank": 2, "min_compression": 1.0}}}}),
+    "ddp, factors": (
+        2,
+        {
+            "comm": {"compress": {"name": "ACP", "args": {"rank": 2, "min_compression": 1.0}, "warmup_steps": 4}},
+        },
+    ),
     "sharded over all": (
         2,
         {
@@ -92,7 +97,8 @@ def test_stopped_and_resumed_is_never_stopped_and_it_learns(four: Pool, tiny: Ma
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
     assert_same(content(tmp_path / "parts", 6, ranks), content(tmp_path / "whole", 6, ranks))
     lines = [line for line in read_metrics(tmp_path / "whole") if "loss" in line]
-    assert {line["phase"] for line in lines} == {"compressed"}
+    exact = settings["comm"]["compress"].get("warmup_steps", 0)
+    assert [line["phase"] for line in lines] == ["warmup" if line["step"] <= exact else "compressed" for line in lines]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["bytes"] < 0.3 * lines[-1]["fp32_bytes"]
 
@@ -139,6 +145,17 @@ def test_what_else_is_compressed(tiny: Make, tmp_path: Path) -> None:
     plan = plan_compression(parse([*words, other]))
     assert plan is not None
     assert plan["weights"] == Differences(Int8())
+
+
+def test_a_warm_up_in_full_precision(tiny: Make, tmp_path: Path) -> None:
+    words = ["--optim.name=AdamW", "--comm.compress.name=Int4"]
+    assert plan_compression(parse([*words, "--comm.compress.warmup_steps=40"])) == {
+        "compressor": Int4(),
+        "feedback": True,
+        "warmup_steps": 40,
+    }
+    with pytest.raises(ConfigError, match=r"comm\.compress\.warmup_steps.*-1"):
+        parse([*words, "--comm.compress.warmup_steps=-1"])
 
 
 def test_feedback_on_the_command_line() -> None:

@@ -38,6 +38,16 @@ def _has_replicas(p: Tensor, topology: Topology) -> bool:
     return bool(left_dims(p)) or p.device_mesh.size() < topology.world_size  # type: ignore[attr-defined]
 
 
+def check_warmup(warmup_steps: object, inside: Any, groups: Groups) -> None:
+    """Raises ValueError unless ``warmup_steps`` is allowed, of a model that has ``groups`` of FSDP2."""
+    checks.check_int("warmup_steps", warmup_steps, 0)
+    if warmup_steps and (groups.over_all or (groups.replicated and inside is not None)):
+        raise ValueError(
+            f"warmup_steps={warmup_steps!r} is for means of whole gradients: FSDP2's reduce-scatters are compressed "
+            "from the first one; allowed is 0"
+        )
+
+
 def check_exchanges(
     compressor: OfGradients,
     inside: Any,

@@ -27,7 +27,14 @@ from commopt.comm import (
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
 from commopt.gradients.all_gather import Differences
-from commopt.gradients.checks import NeverWrapped, check_exchanges, check_model, fsdp_groups, is_cut_whole
+from commopt.gradients.checks import (
+    NeverWrapped,
+    check_exchanges,
+    check_model,
+    check_warmup,
+    fsdp_groups,
+    is_cut_whole,
+)
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.fsdp import Groups
 from commopt.gradients.handle import HANDLES, CompressedGradients, handles_of
@@ -62,6 +69,7 @@ def compress_gradients(
     reduction: str = "mean",
     scaler: torch.amp.GradScaler | None = None,
     check_every: int | None = 100,
+    warmup_steps: int = 0,
 ) -> CompressedGradients:
     """Averages the gradients of ``model`` over the ranks, compressed, in every ``backward()``; whatever optimizer
     follows.
@@ -119,6 +127,9 @@ def compress_gradients(
             stands for none.
         check_every: before the first mean, and every such one after it, the ranks compare digests of the parameters,
             which every rank has changed alike, >= 1; None: never. Not of a sharded model. It reads them once.
+        warmup_steps: how many means are in full precision, >= 0, before the first compressed one: an Adam has seen
+            gradients as they are then, and coarse compressors learn more. Not where FSDP2's reduce-scatters are
+            compressed.
 
     Raises:
         ValueError: on every rank, for an argument that is not allowed on any of them, a model without trainable
@@ -126,7 +137,7 @@ def compress_gradients(
         RuntimeError: from DDP, if it has one of torch's built-in communication hooks.
     """
     scaled = None if scaler is None else "given"
-    given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction, scaled, check_every)
+    given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction, scaled, check_every, warmup_steps)
     taken: list[TakenReplicas] = []
     error: Exception | None = None
     try:
@@ -152,6 +163,7 @@ class _Given:
     reduction: str
     scaler: str | None
     check_every: int | None
+    warmup_steps: int
 
 
 def _connected(
@@ -181,8 +193,9 @@ def _connected(
     elsewhere = {id(p) for group in groups.over_all for p in group.params}
     method = _method(given.compressor, given.feedback, given.inside)
     mean = GradientMean(
-        params, topology, method, given.bucket_mb, given.reduction, elsewhere, LossScale(scaler), given.check_every
-    )
+        params, topology, method, given.bucket_mb, given.reduction, elsewhere, LossScale(scaler), given.check_every,
+        given.warmup_steps,
+    )  # fmt: skip
     sharded: ShardedDoor | None = None
     if isinstance(model, DistributedDataParallel):
         door: DDPHook | ParameterHooks = _ddp_door(model, mean)
@@ -216,6 +229,7 @@ def _checked(model: nn.Module, given: _Given, params: Sequence[Tensor], topology
         kind = type(model).__name__
         raise ValueError(f"gradients of this {kind} are compressed already; call remove() on the handle first")
     groups = fsdp_groups(model, params, topology)
+    check_warmup(given.warmup_steps, given.inside, groups)
     check_exchanges(given.compressor, given.inside, given.weights, groups, params, topology, given.reduction, grouped)
     return groups
 

@@ -76,6 +76,11 @@ class CompressedGradients:
         """True if anything is sent between ranks that it compresses."""
         return self.mean.topology.nodes > 1 or (self._sharded is not None and bool(self._sharded.means))
 
+    @property
+    def warms_up(self) -> bool:
+        """True while means are in full precision (``warmup_steps``)."""
+        return self.compresses and self.mean.exact_left > 0
+
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of this rank.
 

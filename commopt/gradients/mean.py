@@ -60,12 +60,14 @@ class GradientMean:
         elsewhere: ids of parameters whose gradients are averaged where they arise, by ``parts``.
         scale: that of the loss.
         check_every: how often the ranks compare parameters, where each has the whole model; None: never.
+        warmup_steps: how many means are taken in full precision at first.
 
     Attributes:
         parts: other means, whose ends are those of this one.
         topology: the ranks, and what this one has sent.
         buckets: in the order in which they are sent.
         steps: how many means were taken.
+        exact_left: how many more are in full precision, before the first compressed one.
         not_finite: how many of these were not finite, and left the residuals as they were.
         loaded_residuals: by the id of a parameter, what is added to its next mean: residuals that were loaded, and stay
             none where one node compresses nothing.
@@ -83,12 +85,14 @@ class GradientMean:
         elsewhere: Collection[int] = (),
         scale: LossScale | None = None,
         check_every: int | None = None,
+        warmup_steps: int = 0,
     ) -> None:
         self.params, self.topology, self.method = list(params), topology, method
         self.scale = scale or LossScale()
         self.parts: list[Part] = []
         self.zeros_are_absent = False
         self.steps = self.not_finite = 0
+        self.exact_left = warmup_steps
         self.loaded_residuals: dict[int, Tensor] = {}
         self._here = [p for p in self.params if id(p) not in elsewhere]
         capacity = bucket_bytes(bucket_mb, self._here)
@@ -247,6 +251,7 @@ class GradientMean:
         for part in self.parts:
             part.end(sound)
         self.steps += 1
+        self.exact_left = max(0, self.exact_left - 1)
         self.not_finite += not sound
         self.topology.traffic.end_step()
 
@@ -370,7 +375,7 @@ class GradientMean:
             flat = packed(bucket, brought)
             yield bucket.inside.all_reduce(flat)
             brought = [(flat.mul_(bucket.inside_factor), 0)]
-        if bucket.replicas.nodes == 1:
+        if bucket.replicas.nodes == 1 or self.exact_left:
             received = yield from self._in_full(bucket, brought, send, reply)
         else:
             received = yield from self.method.mean(bucket, brought, absent, send, reply)
@@ -382,7 +387,8 @@ class GradientMean:
     def _in_full(
         self, bucket: StateBucket, brought: Brought, send: Channel, reply: Channel
     ) -> Generator[Work, None, BucketMean]:
-        """On one node nothing is compressed; the residuals of other numbers of nodes are folded in at once."""
+        """In warm-up and on one node nothing is compressed, and residuals stay. On one node those that were loaded, of
+        other numbers of nodes, are folded in at once."""
         mean = packed(bucket, brought)
         yield from mean_over_all(mean, send, reply, STARTED)
         folded = [i for i in map(id, bucket.params) if i in self.loaded_residuals and i not in self._nowhere]

@@ -25,6 +25,8 @@ from commopt.sharding import is_sharded
 
 logger = logging.getLogger("commopt")
 
+EXACT_LEFT = "warmup_steps_left"
+"""Key of how many means in full precision are to come."""
 SCALE = "loss_scale"
 """Key of the scale of the loss that residuals have."""
 
@@ -42,7 +44,7 @@ def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str
             part["state"].setdefault(i, {}).update(common.pop(i))
     _add_loaded_residuals(part, mean)
     part["digest"] = digest_of(part)
-    groups = [{"params": list(range(len(mean.params))), SCALE: mean.scale.value}]
+    groups = [{"params": list(range(len(mean.params))), SCALE: mean.scale.value, EXACT_LEFT: mean.exact_left}]
     return {"param_groups": groups, "state": common, "residuals": part}
 
 
@@ -119,6 +121,7 @@ def _load_own(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor
         mean.loaded_residuals.update(before)
         raise
     mean.scale.loaded(given["param_groups"][0].get(SCALE))
+    mean.exact_left = given["param_groups"][0].get(EXACT_LEFT, 0)
     if left_out:
         logger.warning("compress_gradients: the residuals in the loaded state are %s.", why)
     return weights

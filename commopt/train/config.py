@@ -148,8 +148,11 @@ class GradientsConfig(CompressorConfig):
     weights: str | dict[str, Any] | None = None
     """With parallel.shard: compressor of the weights that FSDP2 gathers, such as Int8, or Differences (with args:
     {compressor: ...}); null for full precision."""
+    warmup_steps: int = 0
+    """Steps whose gradients are averaged in full precision, before the first compressed ones, >= 0."""
 
     def __post_init__(self) -> None:
+        _check("comm.compress.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "an integer >= 0")
         named = isinstance(self.feedback, bool | dict) or bool(self.feedback)
         _check("comm.compress.feedback", self.feedback, named, "true, false or LoCo, or name and args of it")
 

@@ -159,6 +159,13 @@ class SelfCommunicating:
         return self.optimizer.comm_stats()["residual_ratio"] or None  # 0 before the first compression
 
 
+def phase_of(gradients: CompressedGradients) -> str:
+    """ "plain" where there is one node, and nothing to compress; else "warmup" before "compressed"."""
+    if not gradients.compresses:
+        return "plain"
+    return "warmup" if gradients.warms_up else "compressed"
+
+
 class DataParallel:
     """A torch optimizer under DDP: the uncompressed baseline, or on compressed means of the gradients. A step with a
     gradient that is not finite is skipped."""
@@ -197,9 +204,9 @@ class DataParallel:
 
     @property
     def phase(self) -> str:
-        """Always the same; "plain" where there is one node, or one rank, and nothing to compress."""
+        """As of :func:`phase_of`, or always the same: "plain" on one rank, else "ddp"."""
         if self.gradients is not None:
-            return "compressed" if self.gradients.compresses else "plain"
+            return phase_of(self.gradients)
         return "plain" if self.alone else "ddp"
 
     steps_locally = False
@@ -306,9 +313,9 @@ class Hybrid(DataParallel):
 
     @property
     def phase(self) -> str:
-        """Always the same; "plain" where nothing is sent."""
+        """As of :func:`phase_of`, or always the same: "plain" on one rank, else "hsdp"."""
         if self.gradients is not None:
-            return "compressed" if self.gradients.compresses else "plain"
+            return phase_of(self.gradients)
         return "plain" if self.mesh.size() == 1 else "hsdp"
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:

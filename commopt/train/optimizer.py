@@ -130,7 +130,9 @@ def plan_compression(config: Config) -> dict[str, Any] | None:
                 f"{key}.feedback={given.feedback!r} is not allowed with {key}.name={given.name}: it must be true or "
                 "false"
             )
-    out = {"compressor": named, "feedback": feedback}
+    out: dict[str, Any] = {"compressor": named, "feedback": feedback}
+    if given.warmup_steps:
+        out["warmup_steps"] = given.warmup_steps
     for name, value in (("inside", given.inside), ("weights", given.weights)):
         if value is not None:
             out[name] = plan_exchange(value, f"{key}.{name}", differences=name == "weights")
