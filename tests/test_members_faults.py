@@ -205,6 +205,12 @@ def test_what_is_refused_does_not_end_the_run_of_the_others(caplog):
     assert "goes on without 3: it has other learning rates" in caplog.text
 
 
+def load_another_anchor(optimizer):
+    state = optimizer.state_dict()
+    state["state"][0]["anchor"][0] = -7.0
+    optimizer.load_state_dict(state)
+
+
 @pytest.mark.parametrize("rejoin", [True, False])
 def test_who_holds_another_anchor_is_left_out_alone_and_has_that_of_the_others_when_it_joins_anew(rejoin, caplog):
     """It has loaded another state, of the same round; what it has done since then reaches nobody."""
@@ -224,9 +230,7 @@ def test_who_holds_another_anchor_is_left_out_alone_and_has_that_of_the_others_w
     def other():
         _, params, optimizer = averaging(world, 2, ranks=3, patience=5.0, rejoin=rejoin)
         go(params, optimizer, 2)
-        state = optimizer.state_dict()
-        state["state"][0]["anchor"][0] = -7.0
-        optimizer.load_state_dict(state)
+        load_another_anchor(optimizer)
         if not rejoin:
             with pytest.raises(LeftOut, match="it holds another anchor or outer state than most others"):
                 go(params, optimizer, 2)
@@ -243,13 +247,37 @@ def test_who_holds_another_anchor_is_left_out_alone_and_has_that_of_the_others_w
         assert found[0] == found[2] == ([pytest.approx(5.0 + 2.0)] * 3, [0, 1, 2])
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_of_two_camps_of_one_size_the_first_ranks_goes_on_and_the_others_join_anew(ranks):
+    """With the default quorum, of which those apart are: they are there."""
+    world, usual, drawn = Rendezvous(), range(ranks // 2), 2 * ranks - ranks // 2
+
+    def rank(name):
+        members, params, optimizer = averaging(world, name, ranks=ranks, patience=5.0)
+        go(params, optimizer, name)
+        if name not in usual:
+            load_another_anchor(optimizer)
+        go(params, optimizer, name)
+        if name in usual:
+            assert members.names == [*usual]
+            until(lambda: members.roster.client.add("tickets", 0) == drawn)
+            go(params, optimizer, name)
+        go(params, optimizer, name)
+        return members.names, numbers(params)
+
+    found = run_ranks([lambda n=n: rank(n) for n in range(ranks)])
+    mean, of_usual = (ranks + 1) / 2, (len(usual) + 1) / 2
+    assert found == [([*range(ranks)], [pytest.approx(2 * mean + 2 * of_usual)] * 3)] * ranks
+
+
 def test_replicas_that_are_not_to_be_compared_go_on_together():
     world = Rendezvous()
 
     def rank(name):
         members, params, optimizer = averaging(world, name, ranks=2, guard=Guard(check_every=None))
         go(params, optimizer, name)
-        optimizer.buckets[0]["anchor"][name] += 1.0
+        if name:
+            load_another_anchor(optimizer)
         go(params, optimizer, name)
         return members.names
 

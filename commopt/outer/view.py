@@ -162,7 +162,8 @@ def next_view(
         gone: those that have said that they leave.
         waiting: the names of those that wait to join, and have not been taken in.
         drawn: how many tickets were drawn.
-        needed: of so many ranks, how many must be there: those that wait to join count as there.
+        needed: of so many ranks, how many must be there: those that wait to join count as there, and so do those that
+            hold another anchor.
         max_z: as of :func:`mad_ones`.
 
     Raises:
@@ -176,7 +177,8 @@ def next_view(
     members = [ticket for ticket in order_of(names) if ticket not in without]
     joiners = {} if state == "done" else {ticket: last.names[ticket] for ticket in last.joiners}
     of = len(set(last.members) - set(gone))
-    if members and len(members) + len(joiners) + len(waiting) < needed(of):
+    there = len(members) + len(apart) + len(joiners) + len(waiting)  # those apart join anew
+    if members and there < needed(of):
         raise NotEnoughMembers(
             f"{len(members)} of {of} members are there ({last.named(members)}), and {needed(of)} are needed to go on; "
             + "".join(f"not {last.names[ticket]}: {why}; " for ticket, why in without.items())
