@@ -41,11 +41,11 @@ read_folder='import sys, yaml; print(yaml.safe_load(sys.stdin)["train"]["run_dir
 folder="$(python -c "$read_folder" <<<"$resolved")"
 # What was given counts until the run has a checkpoint of its own: others than those that were there when the job began.
 # By inode, as one of the same step may be written anew. Not compgen: the name may have brackets.
-found="$(ls -di -- "$folder"/checkpoints/step-* 2>/dev/null || true)"
+found="$(stat --format='%i %n' -- "$folder"/checkpoints/step-* 2>/dev/null || true)"
 begun="$folder/.slurm-$SLURM_JOB_ID"
 if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || [ ! -e "$begun" ]; then
     mkdir -p -- "$folder" && printf '%s\n' "$found" >"$begun"
-elif [ -n "$found" ] && [ "$found" != "$(cat "$begun")" ]; then
+elif [ -n "$found" ] && grep -qvxFf "$begun" <<<"$found"; then
     set -- "$@" --resume=auto
 fi
 

@@ -217,15 +217,15 @@ def test_slurm_starts_again_where_it_was(
     """From the checkpoint that was given, or the beginning, as long as the run has none of its own; ``others`` were
     there before the job."""
     words = (*WORDS, *([given] if given else []))
+    folder = cluster.root / "runs/a [b]/checkpoints"
     for name in others:
-        (cluster.root / "runs/a [b]/checkpoints" / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
     assert cluster.run("slurm.sh", *words, **cluster.job) == (0, "")
     assert cluster.started("1")[-len(words) :] == list(words)
-    if has_checkpoint:  # where there were others, the last one set aside, and written anew
-        own = cluster.root / "runs/a [b]/checkpoints" / (others[-1] if others else "step-00000005")
-        if others:
-            own.rename(own.with_name(f"discarded-{own.name}"))
-        own.mkdir(parents=True)
+    if others:  # the run has begun at step 3
+        (folder / others[-1]).rename(folder / f"discarded-{others[-1]}")
+    if has_checkpoint:
+        (folder / (others[-1] if others else "step-00000005")).mkdir(parents=True)
     assert cluster.run("slurm.sh", *words, **cluster.job, SLURM_RESTART_COUNT="1", MASTER_PORT="5000") == (0, "")
     added = ["--resume=auto"] if has_checkpoint else []  # the last one counts
     assert cluster.started("1") == documented(1, "node7", 5000, *words, *added)
