@@ -541,6 +541,20 @@ def test_parameters_that_are_all_frozen_are_said_once(caplog, make, before):
     assert caplog.text.count(f"All {len([*Toy().parameters()])} of this optimizer are frozen") == 1
 
 
+@pytest.mark.parametrize("make", [OneBitAdam, DiLoCo])
+def test_a_part_of_a_model_that_is_frozen_is_nothing_to_be_said_of_where_another_is_trained(caplog, make):
+    def run(backend):
+        cut, model = backend.sharded(2), Toy()
+        model.requires_grad_(cut.rank % 2 == 1)
+        optimizer = make(model.parameters(), lr=0.1, backend=cut)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + cut.rank) if p.requires_grad else None
+        optimizer.step()
+
+    on_threads(4, run)
+    assert "no parameter has a gradient" not in caplog.text
+
+
 # settings -------------------------------------------------------------------------------------------------------------
 
 

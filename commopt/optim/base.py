@@ -395,7 +395,7 @@ class CommOptimizer(PackedOptimizer):
             group["step"] += 1
         self.after_step()
         if not local:
-            self._end_agreed(step)
+            self._end_agreed(step, decision)
         self._report_new_phases(phases)
 
     def _plan(self) -> tuple[bool, bool, list[str], Exception | None]:
@@ -424,10 +424,11 @@ class CommOptimizer(PackedOptimizer):
         wrapped.averages_now(self, equal)
         self._diagnostics.norms(decision.alike, decision.norm)
 
-    def _end_agreed(self, step: StepInFlight) -> None:
+    def _end_agreed(self, step: StepInFlight, decision: StepDecision) -> None:
         """Ends a step that all ranks have taken together."""
         self._skipped_in_a_row, self._check_next = 0, False
-        if not step.present() and (step.params or not any(p.requires_grad for p in self.params)):
+        nothing = not step.present() and not decision.norm  # also of other parts of the model
+        if nothing and (step.params or not any(p.requires_grad for p in self.params)):
             self._diagnostics.idle(self.params)
         if self._right:
             comparing.copy_replicas(self, self._right)

@@ -29,13 +29,13 @@ def step(optimizer: OuterOptimizer) -> None:
     if topology.is_sharded:
         optimizer.settle()
     params = [p for p in optimizer.params if p.grad is not None]
-    if not params:
-        optimizer._diagnostics.idle(optimizer.params, "on this rank")
     unscale = 1 / float(getattr(optimizer, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
     where = f"{type(optimizer).__name__}, local step {optimizer.param_groups[0]['round_step'] + 1}"
     square, error = agree_inside(topology, optimizer.square_norm_of(params) * unscale**2, error, where)
     if error is not None:
         raise error
+    if not params and not square:  # also of other parts of the model
+        optimizer._diagnostics.idle(optimizer.params, "on this rank")
     finite = is_usable(square)
     optimizer._square = square if finite else 0.0
     optimizer._local_skips = 0 if finite else optimizer._local_skips + 1
