@@ -209,18 +209,18 @@ def order_of(names: Mapping[Ticket, Name]) -> list[Ticket]:
 def odd_ones(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
     """Those that stand elsewhere than most, and why they cannot go on with these; of equally many, than those with the
     first rank."""
+    if not reports:
+        return {}
     usual = _usual({ticket: report.place for ticket, report in reports.items()}, names)
     return {ticket: _difference(report.place, usual) for ticket, report in reports.items() if report.place != usual}
 
 
-def _usual(values: Mapping[Ticket, T], names: Mapping[Ticket, Name]) -> T | None:
-    """The value that most have; of equally many, that of the first rank. None if there are no values."""
-    found = Counter(values[ticket] for ticket in order_of({t: names[t] for t in values}))
-    return found.most_common(1)[0][0] if found else None
+def _usual(values: Mapping[Ticket, T], names: Mapping[Ticket, Name]) -> T:
+    """The value that most have; of equally many, that of the first rank. There is one at least."""
+    return Counter(values[ticket] for ticket in order_of({t: names[t] for t in values})).most_common(1)[0][0]
 
 
-def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...] | None) -> str:
-    assert usual is not None
+def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...]) -> str:
     if mine[0] != usual[0]:
         return f"it has come for a {mine[0]}, and most others for a {usual[0]}; all must call the same at the same step"
     if mine[1:3] != usual[1:3]:
@@ -242,7 +242,7 @@ def apart_from_most(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Nam
     """Those whose anchors or outer state are other than most have, and what that may come from; of equally many, than
     those of the first rank. Nobody where anchors are taken over anew from parameters."""
     digests = {ticket: report.digest for ticket, report in reports.items()}
-    if None in digests.values() or any(report.moved for report in reports.values()):
+    if not reports or None in digests.values() or any(report.moved for report in reports.values()):
         return {}
     usual = _usual(digests, names)
     why = (
