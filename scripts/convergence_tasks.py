@@ -78,13 +78,14 @@ ONE_SIZE = "a sign step has one size; of six settings tried on the digits none c
 
 
 def adam_family(
-    lr: float, lamb_lr: float, weight_decay: float, freeze: int, kappa: int, sign: dict[str, Any]
+    lr: float, lamb_lr: float, weight_decay: float, warmup: int, freeze: int, kappa: int, sign: dict[str, Any]
 ) -> dict[str, Method]:
     """AdamW, LAMB, local AdamW, and what is to learn as much.
 
     Args:
         lr, lamb_lr: peaks, of Adam's kind and of LAMB's.
         weight_decay: of all of them.
+        warmup: first steps that coarse compressors of gradients leave exact, where they have a warm-up.
         freeze: steps of warm-up of 1-bit Adam and 1-bit LAMB, and those in which 0/1 Adam refreshes its variance.
         kappa: of 0/1 Adam: its first refreshes, before they become rarer.
         sign: arguments of SignMomentum.
@@ -99,7 +100,7 @@ def adam_family(
     one_bit = {**betas, "freeze_step": freeze}
     return {
         "AdamW": Method(plain),
-        **on_gradients(plain),
+        **on_gradients(plain, warmup),
         "OneBitAdam": Method({"name": "OneBitAdam", **adam, "args": one_bit}, "AdamW"),
         "OneBitAdam + Int8 warm-up": Method(
             {"name": "OneBitAdam", **adam, "args": {**one_bit, "warmup_compressor": {"name": "Int8"}}}, "AdamW"
@@ -125,12 +126,24 @@ def adam_family(
     }
 
 
-def on_gradients(optim: dict[str, Any]) -> dict[str, Method]:
-    """AdamW, whose ``optim`` section is given, on compressed means of gradients."""
+def on_gradients(optim: dict[str, Any], warmup: int) -> dict[str, Method]:
+    """AdamW, whose ``optim`` section is given, on compressed means of gradients; the coarse ones also after a
+    ``warmup`` of so many exact steps."""
 
     def on(compress: dict[str, Any], why: str | None = None) -> Method:
         return Method(optim, "AdamW", why, {"compress": compress})
 
+    coarse = {
+        "PowerSGD(4)": ({"name": "PowerSGD", "args": {"rank": 4}}, SHORTER),
+        "ACP(4)": ({"name": "ACP", "args": {"rank": 4}}, NOISY),
+        "Sign": ({"name": "Sign"}, NOISY),
+        "TopK": ({"name": "TopK"}, RARELY),
+        "ThresholdTopK": ({"name": "ThresholdTopK"}, RARELY),
+        "TopBlocks": ({"name": "TopBlocks"}, RARELY),
+    }
+    late = {
+        f"AdamW + {name} with warm-up": on({**of, "warmup_steps": warmup}, why) for name, (of, why) in coarse.items()
+    }
     return {
         "AdamW + BFloat16": on({"name": "BFloat16"}),
         "AdamW + Float8": on({"name": "Float8"}),
@@ -140,12 +153,8 @@ def on_gradients(optim: dict[str, Any]) -> dict[str, Method]:
         "AdamW + Int4 without feedback": on({"name": "Int4", "feedback": False}),
         "AdamW + Int4 with LoCo": on({"name": "Int4", "feedback": "LoCo"}),
         "AdamW + Int2": on({"name": "Int2"}, COARSE),
-        "AdamW + PowerSGD(4)": on({"name": "PowerSGD", "args": {"rank": 4}}, SHORTER),
-        "AdamW + ACP(4)": on({"name": "ACP", "args": {"rank": 4}}, NOISY),
-        "AdamW + Sign": on({"name": "Sign"}, NOISY),
-        "AdamW + TopK": on({"name": "TopK"}, RARELY),
-        "AdamW + ThresholdTopK": on({"name": "ThresholdTopK"}, RARELY),
-        "AdamW + TopBlocks": on({"name": "TopBlocks"}, RARELY),
+        **{f"AdamW + {name}": on(of, why) for name, (of, why) in coarse.items()},
+        **late,
         "AdamW + SDP4Bit": Method(optim, "AdamW", None, {"compress": SDP4BIT}, {"shard": 2}),
         "AdamW + SDP4Bit over all ranks": Method(optim, "AdamW", None, OVER_ALL, {"shard": 4}),
         "AdamW + Int4 and Differences": Method(optim, "AdamW", None, {"compress": DIFFERENCES}, {"shard": 4}),
@@ -182,26 +191,27 @@ SCHEDULE = {"warmup_steps": 20, "decay": "cosine", "min_lr_ratio": 0.05, "max_gr
 LANGUAGE = SCHEDULE | {"warmup_steps": 60}
 SIGN = {"outer_lr": 1.0, "outer_betas": [0.0, 0.0]}
 """No momentum on top of a base that has one: it would be delay. Best where outer_lr lr is about 2e-3."""
+ROUNDS_OF_DIGITS = {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}
 
 TASKS = {
     "gpt": Task(
         600,
         16,
         LANGUAGE,
-        {**adam_family(2e-3, 1e-2, 0.1, 120, 64, SIGN), **sgd_family(0.1)},
+        {**adam_family(2e-3, 1e-2, 0.1, 60, 120, 64, SIGN), **sgd_family(0.1)},
         ["gpt_quick", *SMALL],
     ),
     "bert": Task(
         600,
         16,
         LANGUAGE,
-        {**adam_family(1e-3, 1e-2, 0.01, 300, 128, SIGN), **sgd_family(0.1)},
+        {**adam_family(1e-3, 1e-2, 0.01, 60, 300, 128, SIGN), **sgd_family(0.1)},
         ["bert_quick", *SMALL],
     ),
     "digits": Task(
         200,
         64,
         SCHEDULE,
-        {**adam_family(3e-3, 1e-2, 0.01, 60, 16, {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}), **sgd_family(0.05)},
+        {**adam_family(3e-3, 1e-2, 0.01, 20, 60, 16, ROUNDS_OF_DIGITS), **sgd_family(0.05)},
     ),
 }
