@@ -6,8 +6,9 @@ grid and against no compression at all, on the tasks of scripts/convergence_task
     scripts/freeze.py --update-docs               # the table of docs/onebit_adam.md, no run
 
 A run is task,seed,steps,lr,beta2,method, as in bert,0,600,1e-3,0.98,adam=auto. A method is adam, lamb or zero (0/1
-Adam), and the end of its warm-up: auto, a number, never, or a number and "!" for thaw="always". Two ranks, on
-threads of this process. What the file of figures has already is not run again.
+Adam), and the end of its warm-up: auto, a number, never, or a number and "!" for thaw="always". A 7th field is how
+often the learning rate falls, 1 if there is none: each time but the first it starts at its peak. Two ranks, on threads
+of this process. What the file of figures has already is not run again.
 """
 
 from __future__ import annotations
@@ -101,6 +102,13 @@ class Run:
         return total / places
 
 
+def rate(config: Config, step: int, cycles: int) -> float:
+    """Learning rate of a step, which falls ``cycles`` times; only before the first does it warm up."""
+    cycle = config.train.steps // cycles
+    within = step % cycle if step < cycle else max(step % cycle, config.optim.warmup_steps)
+    return learning_rate(replace(config, train=replace(config.train, steps=cycle)), within)
+
+
 def optimizer_of(run: Run, method: str, lr: float, beta2: float, weight_decay: float, backend: ThreadBackend) -> Any:
     kind, _, end = method.partition("=")
     thaw = "always" if end.endswith("!") else "auto"
@@ -116,9 +124,15 @@ def optimizer_of(run: Run, method: str, lr: float, beta2: float, weight_decay: f
     return cls(run.model.parameters(), freeze_step=at, thaw=thaw, **common)
 
 
+def fields(spec: str) -> list[str]:
+    """Of a run: task, seed, steps, lr, beta2, method, cycles of the learning rate."""
+    given = spec.split(",")
+    return given if len(given) == 7 else [*given, "1"]
+
+
 def train(spec: str) -> Record:
     """One run: its held-out loss, and the steps at which its warm-up ended, and began anew."""
-    task, seed, steps, lr, beta2, method = spec.split(",")
+    task, seed, steps, lr, beta2, method, cycles = fields(spec)
     runs = [Run(task, int(seed), int(steps), float(lr)) for _ in range(RANKS)]
 
     def on_rank(backend: ThreadBackend) -> Record:
@@ -126,7 +140,7 @@ def train(spec: str) -> Record:
         optimizer = optimizer_of(run, method, float(lr), float(beta2), DECAY.get(task, 0.01), backend)
         group, compressed = optimizer.param_groups[0], 0
         for step in range(int(steps)):
-            group["lr"] = learning_rate(run.config, step)
+            group["lr"] = rate(run.config, step, int(cycles))
             optimizer.zero_grad()
             run.loss(step, backend.rank).backward()
             compressed += optimizer.phase in ("compressed", "frozen")
@@ -144,9 +158,9 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
     """The lines of the table: runs that differ in nothing but the seed are one."""
     by: dict[tuple[str, ...], dict[str, dict[int, Record]]] = {}
     for record in records:
-        task, seed, steps, lr, beta2, method = record["spec"].split(",")
+        task, seed, steps, lr, beta2, method, cycles = fields(record["spec"])
         kind, _, end = method.partition("=")
-        by.setdefault((task, kind, steps, lr, beta2), {}).setdefault(end, {})[int(seed)] = record
+        by.setdefault((task, cycles, kind, steps, lr, beta2), {}).setdefault(end, {})[int(seed)] = record
 
     def shown(runs: dict[int, Record]) -> str:
         losses = [run["loss"] for run in runs.values()]
@@ -155,7 +169,8 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
         return text if len(losses) == 1 else f"{text} ({min(losses):.{digits_}f} to {max(losses):.{digits_}f})"
 
     names = {"adam": "OneBitAdam", "lamb": "OneBitLamb", "zero": "ZeroOneAdam"}
-    for (task, kind, steps, lr, beta2), ends in sorted(by.items()):
+    for (task, cycles, kind, steps, lr, beta2), ends in sorted(by.items()):
+        again = "" if cycles == "1" else f", {cycles} cycles"
         if "auto" not in ends:
             continue
         auto = ends["auto"]
@@ -163,8 +178,8 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
         when = ["; back ".join(str(step) for step, _ in run["ends"]) for run in auto.values()]
         when = [text.replace("; back ", " → ") for text in when]
         yield [
-            f"{task}, {steps} steps, lr {lr}, β₂ {beta2}", names[kind], str(len(auto)), shown(ends.get("never", {}))
-            if "never" in ends else "", "; ".join(fixed), shown(auto), ", ".join(when),
+            f"{task}, {steps} steps{again}, lr {lr}, β₂ {beta2}", names[kind], str(len(auto)),
+            shown(ends.get("never", {})) if "never" in ends else "", "; ".join(fixed), shown(auto), ", ".join(when),
         ]  # fmt: skip
 
 
