@@ -3,7 +3,7 @@
 against its uncompressed counterpart.
 
     scripts/convergence.py [--tasks gpt,bert,digits] [--methods ...] [--seeds 0,1,2] [--ranks 4] [--json FILE]
-    scripts/convergence.py --update-docs     # the tables of docs/convergence.md and gradients.md, no run
+    scripts/convergence.py --update-docs     # the tables of docs/convergence.md and gradients_measured.md, no run
 
 The same data, steps, seeds and learning rates for both, on real processes over Gloo (scripts/convergence_tasks.py has
 all settings). Passed is what ends with a mean held-out loss within the spread of its counterpart: no more above the
@@ -139,7 +139,7 @@ def on_gradients(rows: list[Record]) -> str:
 
 def update_docs(rows: list[Record], root: Path = ROOT) -> None:
     put(table(rows), root / "docs" / "convergence.md", MARKS)
-    put(on_gradients(rows), root / "docs" / "gradients.md", MARKS)
+    put(on_gradients(rows), root / "docs" / "gradients_measured.md", MARKS)
 
 
 def arguments() -> argparse.Namespace:

@@ -107,7 +107,7 @@ def summary(runs: list[dict[str, Any]]) -> str:
 
 BY_RATE = (
     ("network_sharded.json", "sharding_network.md", ("hsdp", "hsdp_none", "HSDP")),
-    ("network_gradients.json", "gradients.md", ("ddp", "none", "DDP")),
+    ("network_gradients.json", "gradients_measured.md", ("ddp", "none", "DDP")),
     ("network_rounds.json", "streaming.md", ("ddp", "none", "DDP")),
     ("nodes.json", "backends.md", ("ddp", "none", "DDP")),
 )

@@ -28,7 +28,7 @@ SEED = 0
 def test_the_pages_have_the_figures_that_are_committed(tmp_path: Path) -> None:
     rows = json.loads(convergence.FIGURES.read_text())["rows"]
     (tmp_path / "docs").mkdir()
-    methods = {"docs/convergence.md": "OneBitAdam", "docs/gradients.md": "AdamW + Int8"}
+    methods = {"docs/convergence.md": "OneBitAdam", "docs/gradients_measured.md": "AdamW + Int8"}
     for name, method in methods.items():
         page = (ROOT / name).read_text()
         assert f"| {method} |" in page

@@ -113,8 +113,8 @@ def rows(page: str) -> list[list[str]]:
 
 def test_figures_that_are_quoted_are_those_of_the_tables() -> None:
     learnt = {row[1]: row for row in rows("convergence.md") if row[0] == "gpt"}
-    timed = {row[0]: row for row in rows("gradients.md") if " ms, " in row[1]}
-    columns = next(row for row in rows("gradients.md") if "2 hosts, 100mbit" in row)
+    timed = {row[0]: row for row in rows("gradients_measured.md") if " ms, " in row[1]}
+    columns = next(row for row in rows("gradients_measured.md") if "2 hosts, 100mbit" in row)
     places = [columns.index(name) for name in ("2 hosts, 100mbit", "2 hosts, 1gbit", "MB a host of 2")]
     quoted = rows("choosing.md")
     start = quoted.index(["method", "gap, gpt", "within the spread", "sent, gpt"]) + 2

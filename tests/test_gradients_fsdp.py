@@ -425,7 +425,7 @@ def test_an_evaluation_may_be_the_first_after_a_load(pool):
 
 
 def test_the_lines_of_the_page_compress_what_fsdp_sends(pool):
-    page = (Path(__file__).parents[1] / "docs" / "gradients.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "gradients_sharded.md").read_text()
     program = next(p for p in re.findall(r"(?ms)^```python\n(.*?)^```$", page) if "fully_shard(model, mesh=mesh)" in p)
     for ratios in pool.over_gloo(4, fsdp_scenes.of_the_page, program):
         assert len(ratios) == 3

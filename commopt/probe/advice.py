@@ -223,7 +223,7 @@ PERIOD = 30
 """Local steps of a round, of those that are compared."""
 TOO_COARSE = 0.3
 """Error of a compressor of gradients from which on it is not recommended: 4 bits have less, 2 have more. Under Adam
-these are behind by more than another seed makes (docs/gradients.md)."""
+these are behind by more than another seed makes (docs/gradients_measured.md)."""
 
 
 def _beside(gain: float, coarse: Sequence[Choice], steps: Mapping[str, Step], rounds: Mapping[str, Round]) -> str:
