@@ -396,6 +396,32 @@ def test_what_was_frozen_when_it_was_sent_is_so_in_a_copy_that_is_made_in_flight
     on_threads(2, run)
 
 
+@pytest.mark.parametrize("streaming", [Streaming(1, 2), Streaming(1, merge="eager")], ids=["corrected", "eager"])
+def test_what_one_rank_alone_had_frozen_when_it_was_sent_is_so_on_that_rank_alone_after_a_load(streaming):
+    """Of a checkpoint with the parameter groups of rank 0."""
+    saved, all_saved = {}, threading.Barrier(2)
+    settings = {"lr": 1e-2, "period": 4, "streaming": streaming}
+
+    def run(backend):
+        model, other = Toy(torch.float64), Toy(torch.float64)
+        optimizer = DiLoCo(model.parameters(), backend=backend, **settings)
+        train(model, optimizer, range(2), backend.rank, 2)
+        model.weight.requires_grad_(backend.rank == 1)
+        train(model, optimizer, range(2, 5), backend.rank, 2)
+        assert optimizer.comm_stats()["in_flight"]
+        saved[backend.rank] = split_state_dict(through_a_file(optimizer.state_dict()))
+        all_saved.wait()
+        other.load_state_dict(model.state_dict())
+        second = DiLoCo(other.parameters(), backend=backend, **settings)
+        other.weight.requires_grad_(backend.rank == 1)
+        second.load_state_dict(join_state_dict(saved[0][0], [saved[0][1], saved[1][1]], backend.rank, 2))
+        for m, o in ((model, optimizer), (other, second)):
+            train(m, o, range(5, 12), backend.rank, 2)
+        assert same_bits(params_of(model), params_of(other))
+
+    on_threads(2, run)
+
+
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 1)])
 @EVERY_LATE
 def test_at_another_world_size_the_mean_of_what_was_sent_goes_on(streaming, old, new):

@@ -49,7 +49,7 @@ from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded, parts_of
 from commopt.outer.rounds import Round
-from commopt.outer.streaming import OF_A_PART, Streaming, came_from, count_step, in_flight
+from commopt.outer.streaming import OF_A_PART, STILL, Streaming, came_from, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
 from commopt.sharding import as_cut, largest_piece, local
 
@@ -511,6 +511,8 @@ class OuterOptimizer(PackedOptimizer):
         for i, p in enumerate(self.params):
             if p in sent:
                 own["state"].setdefault(i, {})[stream_state.SENT] = sent[p].clone()
+        if self.streaming is not None:
+            own[STILL] = [list(group[STILL]) for group in self.param_groups]
         return {**own, "base": cloned(base)}
 
     def all_state(self) -> dict[Any, Any]:

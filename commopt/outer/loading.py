@@ -65,6 +65,8 @@ def _fill(
         optimizer._moved = True  # to parameters that may differ between ranks
     else:
         stream_state.complete(optimizer, given["param_groups"])
+        if optimizer.owns(origin):
+            stream_state.take_over_own(optimizer, given.get("residuals") or {})
     users = forget_users(optimizer, {**given, "state": {}} if of_base else given)
     fill(optimizer, entries, origin)
     keep_users(optimizer, users)

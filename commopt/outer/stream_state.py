@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from commopt.outer.means import Entry
-from commopt.outer.streaming import Streaming, put
+from commopt.outer.streaming import STILL, Streaming, put
 from commopt.sharding import cut, local
 
 if TYPE_CHECKING:
@@ -48,6 +48,15 @@ def take_over(optimizer: OuterOptimizer, entries: Mapping[Any, Mapping[str, Any]
         for p in bucket.params:
             if SENT in entries.get(p, {}) and groups[id(p)]["sent_steps"][bucket.fragment]:
                 optimizer.sent[p] = cut(entries[p][SENT], p).reshape(local(p).shape).to(bucket.device, copy=True)
+
+
+def take_over_own(optimizer: OuterOptimizer, part: Mapping[str, Any]) -> None:
+    """Takes over from a rank's own ``part`` what was frozen when it sent the fragments in flight: parameter groups are
+    those of one rank, and another may have frozen others."""
+    for group, still in zip(optimizer.param_groups, part.get(STILL, ())):
+        for p, steps in enumerate(group.get("sent_steps", ())):
+            if steps:
+                put(group, p, **{STILL: still[p]})
 
 
 def check_loaded(optimizer: OuterOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -46,8 +46,8 @@ JOINED = "joined_in_flight"
 """Name, in a parameter group, of the numbers of those that have become trainable while the fragment that they are in
 was in flight, so that nothing of them was sent."""
 STILL = "frozen_when_sent"
-"""Name, in a parameter group, of the numbers of those that were frozen when each fragment was sent; None where that is
-not known, in a state from before it was saved."""
+"""Name, in a parameter group and in a rank's own part, of the numbers of those that this rank had frozen when each
+fragment was sent; None where that is not known, in a state from before it was saved."""
 OF_A_PART = (FROZEN, JOINED, STILL)
 """What each part of a model has for itself."""
 
