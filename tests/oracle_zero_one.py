@@ -109,6 +109,18 @@ class ZeroOneAdamOracle:
         if self.t in self.sync:
             self._round(set(here), moving)
 
+    def synchronize(self) -> None:
+        """All ranks go to the mean of where they are, and to the mean of their momenta. The residuals wait."""
+        if not self.taken:
+            return
+        mine = [[u / self.lr_sum for u in us] for us in self.u] if self.lr_sum else self.m
+        for j in range(len(self.v)):
+            if j not in self.frozen and self.refreshed[j]:
+                mean = sum(us[j] for us in mine) / self.ranks if self.v[j] != 0 else 0.0
+                self.m[0][j] = mean
+                self.anchor[j] -= self.lr_sum / self._c(j) * mean / self._d(j) if mean else 0.0
+        self._begin()
+
     def _c(self, j: int) -> float:
         return 1 - self.b1 ** self.first[j] if self.corrects else 1
 

@@ -97,15 +97,20 @@ def is_frozen(step: int) -> bool:
     [(Identity(), None, None), (Sign(block=16), 16, "l2"), (Sign(block=16, norm="l1"), 16, "l1")],
 )
 @pytest.mark.parametrize(
-    ("sync", "absent"), [(SYNC, ""), (SYNC, "some"), (SYNC, "frozen"), (SyncPolicy(1, 8, 4), "some")]
-)
+    ("sync", "absent", "ends"),
+    [
+        (SYNC, "", ()), (SYNC, "some", ()), (SYNC, "frozen", ()), (SyncPolicy(1, 8, 4), "some", ()),
+        (SYNC, "", (10, 17, 20, 21, 24, 28)), (SYNC, "frozen", (10, 17, 20, 21, 24)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_every_step_is_that_of_the_algorithm_on_lists(
-    world_size, per_node, compressor, block, norm, sync, absent, decoupled
+    world_size, per_node, compressor, block, norm, sync, absent, ends, decoupled
 ):
     """On every rank, between rounds too, with lr that changes and is 0 from one round to the next. "some" parameters
     come and go, or one is "frozen", from within an interval into the middle of another; the other policy has rounds one
-    after another, too. Half of the cases have no bias correction."""
+    after another, too. After the steps that are "ends" all synchronize(), which ends an interval before its round. Half
+    of the cases have no bias correction."""
     corrects = decoupled == (absent != "some")
     steps, order = 34, list(reversed(range(len(SIZES))))  # how a bucket packs
     refreshed, met = refreshes(2, 8), rounds(8, sync.first, sync.double_every, sync.longest, steps)
@@ -126,6 +131,8 @@ def test_every_step_is_that_of_the_algorithm_on_lists(
     for step in range(steps):
         frozen = range(start, start + math.prod(SIZES[FROZEN])) if absent == "frozen" and is_frozen(step) else ()
         oracle.step([flat_given(grads(step, r), SIZES) for r in range(world_size)], rate(step), frozen)
+        if step in ends:
+            oracle.synchronize()
         expected.append([list(x) for x in oracle.x])
 
     def run(backend):
@@ -142,6 +149,8 @@ def test_every_step_is_that_of_the_algorithm_on_lists(
             mine[FROZEN].requires_grad_(absent != "frozen" or not is_frozen(step))
             give(mine, grads(step, rank))
             optimizer.step()
+            if step in ends:
+                optimizer.synchronize()
             history.append(flat([mine[i] for i in order]))
         return history
 

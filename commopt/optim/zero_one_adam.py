@@ -199,6 +199,8 @@ class ZeroOneAdam(CommOptimizer):
             "local_decay": 1.0,
             "local_betas": betas,  # of the last local step
             "local_eps": eps,
+            "residual_steps": 0,  # of the interval in whose mean residuals were left; 0 if that is not known
+            "residual_interval": 0,  # steps of that for whose mean they are weighed, at least as many
         }
         super().__init__(
             params,
@@ -315,8 +317,10 @@ class ZeroOneAdam(CommOptimizer):
         self._wait([group for group in refreshing if self._asks(group, kinds[id(group)])])
         self._frozen.stop_where_settled(self, [group for group in refreshing if not schedule.has_begun_anew(group)])
         for group in self.param_groups:
+            if kinds[id(group)] == "compressed":
+                group.update(residual_steps=intervals[id(group)], residual_interval=intervals[id(group)])
             if kinds[id(group)] != "local":
-                self._weigh_residuals(group, intervals[id(group)])
+                self._weigh_residuals(group)
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
         if waiting:
@@ -348,11 +352,14 @@ class ZeroOneAdam(CommOptimizer):
         else:
             self._end_interval([group])
 
-    def _weigh_residuals(self, group: dict[str, Any], steps: int) -> None:
-        """After an interval of ``steps`` steps: where the next one is longer, what was lost is less of its mean. When
-        that comes depends on whether v stands, so that is found out first."""
-        share = steps / schedule.steps_to_next_round(group)
-        if share < 1:
+    def _weigh_residuals(self, group: dict[str, Any]) -> None:
+        """Where the interval to the next round is longer than that in which residuals were left, what was lost is less
+        of its mean. When that comes depends on whether v stands, so that is found out first."""
+        if not group["residual_steps"]:
+            return
+        interval = max(group["residual_steps"], schedule.steps_to_next_round(group))
+        share, group["residual_interval"] = group["residual_interval"] / interval, interval
+        if share != 1:
             for bucket, _ in self.compressed_buckets([group]):
                 assert bucket.feedback is not None
                 bucket.feedback.worker.mul_(share)
@@ -494,6 +501,8 @@ class ZeroOneAdam(CommOptimizer):
                 bucket["exp_avg"].copy_(mean)
             bucket.buffers["mean_momentum"].zero_()
         self._end_interval(self.param_groups)
+        for group in self.param_groups:
+            self._weigh_residuals(group)  # the interval to the next round is shorter now
         self._check_next = True  # among the local steps that count no longer may have been one at which to compare
 
     def _end_interval(self, groups: list[dict[str, Any]]) -> None:
