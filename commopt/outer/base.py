@@ -44,7 +44,7 @@ from commopt.optim.saving import PARAMETER, Entries
 from commopt.optim.state_bucket import StateBucket
 from commopt.outer import ending, groups, joining, local_steps, member_rounds, stream_state, streams
 from commopt.outer.flight import Flights
-from commopt.outer.loading import BASE, adopt_groups, load, refuse_uncuttable, state_of_base
+from commopt.outer.loading import BASE, MOVED, adopt_groups, load, refuse_uncuttable, state_of_base
 from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.mixed import Mixed, check_names, name_of, names_loaded, parts_of
@@ -513,7 +513,7 @@ class OuterOptimizer(PackedOptimizer):
                 own["state"].setdefault(i, {})[stream_state.SENT] = sent[p].clone()
         if self.streaming is not None:
             own[STILL] = [list(group[STILL]) for group in self.param_groups]
-        return {**own, "base": cloned(base)}
+        return {**own, MOVED: self._moved, "base": cloned(base)}
 
     def all_state(self) -> dict[Any, Any]:
         out = super().all_state()

@@ -29,6 +29,8 @@ logger = logging.getLogger("commopt")
 
 BASE = "base_"
 """Begins the names of the state of the base, where that is beside the outer state of a parameter."""
+MOVED = "moved"
+"""Name, in a rank's own part, of whether its anchors were taken over anew from parameters since the last round."""
 
 
 def load(optimizer: OuterOptimizer, given: dict[str, Any]) -> None:
@@ -66,7 +68,9 @@ def _fill(
     else:
         stream_state.complete(optimizer, given["param_groups"])
         if optimizer.owns(origin):
-            stream_state.take_over_own(optimizer, given.get("residuals") or {})
+            part = given.get("residuals") or {}
+            stream_state.take_over_own(optimizer, part)
+            optimizer._moved |= part.get(MOVED, False)
     users = forget_users(optimizer, {**given, "state": {}} if of_base else given)
     fill(optimizer, entries, origin)
     keep_users(optimizer, users)
