@@ -21,7 +21,7 @@ import torch
 from given import SIZES, Given, check_nothing_is_left, check_resumed, made, split_all
 from torch import Tensor, nn
 from trainer_runs import assert_same
-from worlds import Toy, Used, on_threads, same_bits, seeded, some_grads, some_of, tokens
+from worlds import Toy, Used, on_threads, same_bits, seeded, some_grads, some_of, through_a_file, tokens
 
 import commopt
 from commopt.bucket import ROW_MULTIPLE
@@ -481,6 +481,41 @@ def test_another_number_of_ranks_has_the_same_residuals(after):
         return
     for mine, theirs in zip(residuals([kept for _, kept in results]), residuals(states)):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compressor", [Sign(16), PowerSGD(2, 1.0), LoCo()], ids=["signs", "low rank", "LoCo"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((3, "sum"), (2, "sum")), ((3, "sum"), (1, "sum")), ((3, "sum"), (3, "mean")), ((2, "mean"), (2, "sum"))],
+    ids=str,
+)
+def test_what_is_owed_to_a_sum_is_the_same_over_another_number_of_ranks_and_to_a_mean(compressor, before, after):
+    """LoCo: to its 8 bits, encoded anew."""
+
+    def world(backend: ThreadBackend, reduction: str) -> tuple[Given, Any]:
+        model, loco = Given(), isinstance(compressor, LoCo)
+        feedback, by = (compressor, Sign(16)) if loco else (True, compressor)
+        return model, commopt.compress_gradients(
+            model, by, backend=backend, bucket_mb=2e-4, reduction=reduction, feedback=feedback
+        )
+
+    def begin(backend: ThreadBackend) -> dict[str, Any]:
+        model, handle = world(backend, before[1])
+        for step in range(5):
+            model.backward(some_grads(SIZES, step, backend.rank))
+        return handle.state_dict()
+
+    def again(backend: ThreadBackend) -> dict[str, Any]:
+        handle = world(backend, after[1])[1]
+        handle.load_state_dict(through_a_file(join_state_dict(*split_all(begun), backend.rank, after[0])))
+        return handle.state_dict()
+
+    begun = on_threads(before[0], begin)
+    resumed = on_threads(after[0], again)
+    times = [ranks if reduction == "sum" else 1 for ranks, reduction in (before, after)]
+    near = {"rtol": 0.03, "atol": 0.03} if isinstance(compressor, LoCo) else {"rtol": 0, "atol": 1e-12}
+    for theirs, mine in zip(residuals(begun), residuals(resumed)):
+        torch.testing.assert_close(mine.double() * times[1], theirs.double() * times[0], **near)
 
 
 @pytest.mark.parametrize("compressor", [Sign(16), PowerSGD(2, 1.0)], ids=["signs", "low rank"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import MeshBackend
+from commopt.gradients.loco import EXACTLY
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
 from commopt.optim import saving
@@ -19,7 +20,8 @@ from commopt.optim.consolidate import with_own
 from commopt.optim.foreign import ids_of
 from commopt.optim.own import MIXED, Origin, digest_of, origin_of, why_left_out
 from commopt.optim.own_tensor import Place
-from commopt.optim.places import PLACES
+from commopt.optim.places import PLACES, RANK_LOCAL
+from commopt.optim.saving import Entries
 from commopt.optim.state import MERGED, TOGETHER, refuse_outdated
 from commopt.sharding import is_sharded
 
@@ -29,6 +31,9 @@ EXACT_LEFT = "warmup_steps_left"
 """Key of how many means in full precision are to come."""
 SCALE = "loss_scale"
 """Key of the scale of the loss that residuals have."""
+ADDED_UP = "added_up"
+"""Key of how much of a step the residual of each parameter is: as many times itself as there are replicas, where their
+gradients are added up; once, where their mean is taken."""
 
 
 def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str, Any]:
@@ -44,8 +49,14 @@ def saved_residuals(mean: GradientMean, sharded: ShardedDoor | None) -> dict[str
             part["state"].setdefault(i, {}).update(common.pop(i))
     _add_loaded_residuals(part, mean)
     part["digest"] = digest_of(part)
-    groups = [{"params": list(range(len(mean.params))), SCALE: mean.scale.value, EXACT_LEFT: mean.exact_left}]
+    group = {SCALE: mean.scale.value, EXACT_LEFT: mean.exact_left, ADDED_UP: _added_up(mean)}
+    groups = [{"params": list(range(len(mean.params))), **group}]
     return {"param_groups": groups, "state": common, "residuals": part}
+
+
+def _added_up(mean: GradientMean) -> list[float]:
+    factors = {id(p): bucket.factor for bucket in mean.buckets for p in bucket.params}
+    return [factors.get(id(p), 1.0) for p in mean.params]
 
 
 def nodes_of(mean: GradientMean, sharded: ShardedDoor | None) -> int:
@@ -102,6 +113,7 @@ def _load_own(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor
     if origin is not None and origin[0] != MERGED and nodes != nodes_of(mean, sharded):
         why = f"of {nodes} nodes, and there are {nodes_of(mean, sharded)} here; they start again from 0"
         origin = (MIXED, *origin[1:])  # of another part, or not the same on all ranks of a node
+    entries = _as_added_up(entries, mean, given["param_groups"][0].get(ADDED_UP))
     before = dict(mean.loaded_residuals)
     mean.loaded_residuals.clear()
 
@@ -125,6 +137,19 @@ def _load_own(mean: GradientMean, given: Mapping[str, Any], sharded: ShardedDoor
     if left_out:
         logger.warning("compress_gradients: the residuals in the loaded state are %s.", why)
     return weights
+
+
+def _as_added_up(entries: Entries, mean: GradientMean, theirs: Sequence[float] | None) -> Entries:
+    """``entries`` with residuals that are as much of what a step goes by as they were where they were saved: with a sum
+    over other ranks, or a mean in place of a sum, they count as many times as gradients do here."""
+    if theirs is None or theirs == (here := _added_up(mean)):
+        return entries
+    out = dict(entries)
+    for p, there, now in zip(mean.params, theirs, here):
+        if there != now and p in out:
+            out[p] = {k: v * (there / now) if k in RANK_LOCAL else v for k, v in out[p].items()}
+    exactly = out.get(EXACTLY, {})
+    return {**out, EXACTLY: {k: v for k, v in exactly.items() if not isinstance(v, Tensor)}}  # as other numbers
 
 
 def _origin(mean: GradientMean, sharded: ShardedDoor | None) -> Origin:
