@@ -174,9 +174,8 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
         if "auto" not in ends:
             continue
         auto = ends["auto"]
-        fixed = [f"{end}: {shown(runs)}" for end, runs in sorted(ends.items()) if end.isdigit()]
-        when = ["; back ".join(str(step) for step, _ in run["ends"]) for run in auto.values()]
-        when = [text.replace("; back ", " → ") for text in when]
+        fixed = [f"{end}: {shown(ends[str(end)])}" for end in sorted(int(end) for end in ends if end.isdigit())]
+        when = [" → ".join(str(step) for step, _ in run["ends"]) or "not at all" for run in auto.values()]
         yield [
             f"{task}, {steps} steps{again}, lr {lr}, β₂ {beta2}", names[kind], str(len(auto)),
             shown(ends.get("never", {})) if "never" in ends else "", "; ".join(fixed), shown(auto), ", ".join(when),
