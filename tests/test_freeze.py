@@ -13,6 +13,8 @@ from torch import nn
 
 import commopt
 from commopt.comm import LocalBackend
+from commopt.train.config import Config, OptimConfig, TrainConfig
+from commopt.train.loop import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -43,16 +45,35 @@ def test_runs_that_differ_in_the_seed_are_a_row() -> None:
         run(same.format(0) + "80!", 9.0, [80, "compressed"]),  # no column of its own: the text has these
         run(same.format(1) + "never", 4.2),
         run("gpt,0,400,2e-3,0.98,lamb=auto", 5.0),
+        run("gpt,0,400,2e-3,0.98,adam=auto,2", 4.6, [100, "compressed"]),
+        run("gpt,0,400,2e-3,0.98,adam=120,2", 4.7, [120, "compressed"]),
+        run("gpt,0,400,2e-3,0.98,adam=80,2", 4.8, [80, "compressed"]),
         run("gpt,0,400,1e-3,0.98,adam=80", 6.0),  # a setting without "auto" has no row
     ]
     setting = "gpt, 400 steps, lr 2e-3, β₂ 0.98"
     assert list(freeze.rows(records)) == [
         [setting, "OneBitAdam", "2", "4.200", "80: 4.100", "4.250 (4.000 to 4.500)", "80 → 120 → 200, 100"],
-        [setting, "OneBitLamb", "1", "", "", "5.000", ""],
+        [setting, "OneBitLamb", "1", "", "", "5.000", "not at all"],
+        ["gpt, 400 steps, 2 cycles, lr 2e-3, β₂ 0.98", "OneBitAdam", "1", "", "80: 4.800; 120: 4.700", "4.600", "100"],
     ]
     lines = freeze.table(records).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert {line.count("|") for line in lines} == {8}
+
+
+def test_a_learning_rate_that_restarts_warms_up_once() -> None:
+    config = Config(
+        optim=OptimConfig(name="AdamW", lr=1.0, warmup_steps=10, min_lr_ratio=0.05), train=TrainConfig(steps=120)
+    )
+    once = [freeze.rate(config, step, 1) for step in range(120)]
+    assert once == [learning_rate(config, step) for step in range(120)]
+    rates = [freeze.rate(config, step, 3) for step in range(120)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    for first in (40, 80):
+        assert rates[first : first + 11] == [1.0] * 11
+        assert rates[first + 11 : first + 40] == rates[11:40]
+        assert rates[first - 1] < 0.06
+    assert rates[11:40] == sorted(rates[11:40], reverse=True)
 
 
 @pytest.mark.parametrize(
