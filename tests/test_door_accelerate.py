@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, on_processes, on_threads, params_of, same_bits, tensors_in, through_a_file, tokens, train
 
 from commopt import CSER, DiLoCo, LocalSGD, OneBitAdam
+from commopt.compress import Int4
 from commopt.integrations import common, means, parts
 from commopt.optim import join_state_dict, split_state_dict
 
@@ -115,6 +116,52 @@ def resumed(folder, rank, make, count=1):
         "left": same_bits(buffers_left, own),
         "stats": [optimizer.optimizer.comm_stats() for optimizer in second.optimizers],
     }
+
+
+class Compressed(Run):
+    """AdamW on compressed means."""
+
+    def __init__(self, count=1):
+        from accelerate import Accelerator
+
+        from commopt.integrations.accelerate import compress_gradients
+
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        self.models, self.optimizers, self.handles = [], [], []
+        for _ in range(count):
+            model = Tied()
+            model, optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            self.handles.append(compress_gradients(self.accelerator, model, Int4()))
+            self.models.append(model)
+            self.optimizers.append(optimizer)
+
+
+def compressed(folder, rank):
+    """Two models, each with residuals of its own, resumed after 5 of 8 steps; the handle of a third is removed."""
+    from accelerate import Accelerator
+
+    from commopt.integrations.accelerate import compress_gradients
+
+    torch.manual_seed(rank)
+    first = Compressed(2)
+    first.train(range(5), rank)
+    first.accelerator.save_state(folder)
+    first.accelerator.wait_for_everyone()
+    expected, second = first.train(range(5, 8), rank), Compressed(2)
+    second.accelerator.load_state(folder)
+    found = second.train(range(5, 8), rank)
+    second.handles[1].remove()
+    second.accelerator.save_state(f"{folder} later")
+    accelerator, model = Accelerator(cpu=True), Tied()
+    model, _ = accelerator.prepare(model, OneBitAdam(model.parameters(), lr=1e-2))
+    with pytest.raises(ValueError, match="OneBitAdam averages by itself"):
+        compress_gradients(accelerator, model, Int4())
+    second.accelerator.wait_for_everyone()
+    saved = [sorted(path.name for path in Path(at).glob("commopt-*")) for at in (folder, f"{folder} later")]
+    states = [
+        same_bits(*(tensors_in(h.state_dict()) for h in handles)) for handles in zip(first.handles, second.handles)
+    ]
+    return [same_bits(a, b) for a, b in zip(expected, found)], states[0], found[-1], saved
 
 
 def saved_weights(folder, model):
@@ -377,6 +424,7 @@ def scenes(folder, rank, world_size):
     out["after a failed load"] = after_a_load_that_failed(f"{folder}/failed")
     out["of one model"] = of_one_model(f"{folder}/one", rank)
     refused(mesh)
+    out["compressed"] = compressed(f"{folder}/compressed", rank)
     out["fsdp2"] = fsdp2(f"{folder}/fsdp2", rank)
     out["hybrid"], out["both"] = (fsdp2(f"{folder}/hybrid {both}", rank, mesh, both) for both in (False, True))
     out["local"] = fsdp2(f"{folder}/local", rank, mesh, True, functools.partial(LocalSGD, period=3))
@@ -397,6 +445,16 @@ def test_resumes_to_the_bit(ranks, which):
         assert seen["same"] == [True] * 3
         assert seen["same state"]
         assert not [text for text in rank["said"] if "own part" in text or "residuals" in text]
+
+
+def test_any_optimizer_resumes_on_compressed_means_to_the_bit(ranks):
+    both = [[f"commopt-gradients-{index}-rank-0000{r}.pt" for r in range(2)] for index in range(2)]
+    for rank in ranks:
+        same, same_state, after, saved = rank["compressed"]
+        assert same == [True] * 3
+        assert same_state
+        assert same_bits(after, ranks[0]["compressed"][2])
+        assert saved == [both[0] + both[1], both[0]]
 
 
 def test_a_model_is_attached_once_compiled_or_not(ranks):

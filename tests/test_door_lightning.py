@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Used, on_processes, on_threads, params_of, same_bits, tensors_in, tokens
 
 from commopt import DiLoCo, OneBitAdam, attach
+from commopt.compress import Int4
 from commopt.integrations import advice
 
 NAMES = ("OneBitAdam", "ZeroOneAdam", "CSER", "DiLoCo")
@@ -214,6 +215,51 @@ def several(module: Any, trainer: Any) -> str:
     return str(error.value)
 
 
+def compressed(folder: Path, rank: int, world: int) -> dict[str, Any]:
+    """AdamW on compressed means, which are clipped: fitted, stopped in between and resumed."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    from commopt.integrations.lightning import CompressGradients
+
+    class Module(pl.LightningModule):
+        def __init__(self, seed: int, make: Any = torch.optim.AdamW) -> None:
+            super().__init__()
+            self.net, self.make = Used(seed=seed), make
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.net(tokens(self.global_step, rank, world))
+
+        def configure_optimizers(self) -> Any:
+            return self.make(self.net.parameters(), lr=1e-2)
+
+    def fit(module: Any, callback: Any, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
+        one = trainer(callback, *callbacks, gradient_clip_val=0.5, **settings)
+        one.fit(module, DATA, ckpt_path=ckpt_path)
+        return params_of(module.net)
+
+    saving = ModelCheckpoint(folder / "compressed", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    logger = CSVLogger(folder, name="compressed-log", version=0)
+    last = CompressGradients(Int4())
+    never = fit(Module(0), CompressGradients(Int4()), saving, logger=logger, log_every_n_steps=STEPS)
+    saved = folder / "compressed" / f"step={SAVED}.ckpt"
+    again = fit(Module(1), last, ckpt_path=saved)
+    with_none = folder / "without.ckpt"
+    if rank == 0:
+        content = torch.load(saved, weights_only=True)
+        del content["commopt_gradients"]
+        torch.save(content, with_none)
+    dist.barrier()
+    with listening() as said:
+        without = fit(Module(1), CompressGradients(Int4()), ckpt_path=with_none)
+    with pytest.raises(ValueError, match="OneBitAdam averages by itself"):
+        fit(Module(0, OneBitAdam), CompressGradients(Int4()))
+    file = Path(logger.log_dir, "metrics.csv")
+    rows = [*csv.DictReader(file.open())] if rank == 0 else []
+    return {"never": never, "again": again, "without": without, "said": said, "rows": rows, "left": last.handle}
+
+
 # Fabric ---------------------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +312,11 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    return {**trainers(Path(folder[0]), rank, world), "fabric": fabrics(Path(folder[0]), rank, world)}
+    return {
+        **trainers(Path(folder[0]), rank, world),
+        "compressed": compressed(Path(folder[0]), rank, world),
+        "fabric": fabrics(Path(folder[0]), rank, world),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +413,19 @@ def test_a_validation_that_fails_leaves_each_rank_its_own(ranks: list[Any]) -> N
         inside, after = rank["fails"]
         assert close(inside, mean_by_hand(ranks, "DiLoCo", SAVED))
         assert same_bits(after, rank["by hand"]["DiLoCo"][2][SAVED - 1])
+
+
+def test_any_optimizer_is_fitted_on_compressed_means_and_resumes_to_the_bit(ranks: list[Any]) -> None:
+    for rank in ranks:
+        seen = rank["compressed"]
+        assert same_bits(seen["never"], seen["again"])
+        assert not same_bits(seen["never"], seen["without"])
+        assert same_bits(seen["never"], ranks[0]["compressed"]["never"])
+        assert seen["left"] is None
+    assert [text for text in ranks[0]["compressed"]["said"] if "has no residuals" in text]
+    (row,) = ranks[0]["compressed"]["rows"]
+    assert float(row["commopt/ratio"]) > 3
+    assert 0 < float(row["commopt/bytes"]) < float(row["commopt/bytes_total"])
 
 
 def test_clipping_by_each_rank_is_reported_once(ranks: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -16,6 +17,7 @@ from listening import listening
 from worlds import on_processes, params_of, same_bits, tensors_in
 
 from commopt import DiLoCo, LocalSGD, Mixed, OneBitAdam, sort_parameters
+from commopt.compress import Int4
 
 pytest.importorskip("accelerate")
 
@@ -48,7 +50,7 @@ def recorder():
 
         def on_step_begin(self, args, state, control, optimizer=None, **_):
             if self.attached is None:
-                self.attached = optimizer.optimizer._attachment is not None
+                self.attached = getattr(optimizer.optimizer, "_attachment", None) is not None
 
         def on_step_end(self, args, state, control, model=None, **_):
             self.stepped[state.global_step] = params_of(model)
@@ -242,6 +244,42 @@ def best(folder):
     return same_bits(saved, params_of(trainer.model)) and same_bits(saved, recorded.evaluated[step])
 
 
+def compressed(folder):
+    """AdamW on compressed means, clipped, of two batches each."""
+    from commopt.integrations.transformers import CompressGradients
+
+    settings = {"max_steps": 10, "save_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5,
+                "logging_strategy": "steps", "logging_steps": 5}  # fmt: skip
+
+    def run(callbacks, **more):
+        trainer, recorded = trained(folder, callbacks=callbacks, quiet=False, **settings, **more)
+        return trainer, recorded.stepped
+
+    first, whole = run([CompressGradients(Int4())])
+    second, resumed = run([mine := CompressGradients(Int4())], resume=f"{folder}/checkpoint-8")
+    states = sorted(path.name for path in Path(folder, "checkpoint-8").glob("commopt-*"))
+    torch.distributed.barrier()
+    for path in Path(folder, "checkpoint-8").glob("commopt-*"):
+        with contextlib.suppress(FileNotFoundError):  # of two ranks
+            path.unlink()
+    torch.distributed.barrier()
+    with listening() as said:
+        _, without = run([mine], resume=f"{folder}/checkpoint-8")
+    _, exact = run([])
+    with pytest.raises(ValueError, match="OneBitAdam averages by itself"):
+        run([CompressGradients(Int4())], optimizer_cls_and_kwargs=(OneBitAdam, {"lr": 1e-2}))
+    return {
+        "params": whole[10],
+        "saved": states,
+        "same": [same_bits(whole[step], resumed[step]) for step in (9, 10)],
+        "without": same_bits(whole[10], without[10]),
+        "said": said,
+        "exact": exact[10],
+        "history": [entry for entry in first.state.log_history if "loss" in entry],
+        "left": [mine.handle, [name for name in vars(second) if name == "_save_optimizer_and_scheduler"]],
+    }
+
+
 def refused(folder):
     """An optimizer that sends nothing, and another word for the buffers."""
     with pytest.raises(ValueError, match="buffers must be 'mean' or 'broadcast', got 'own'"):
@@ -257,6 +295,7 @@ def scenes(folder, rank, world_size):
         out["diloco"] = diloco(f"{folder}/diloco")
     out["best"] = best(f"{folder}/best")
     refused(f"{folder}/refused")
+    out["compressed"] = compressed(f"{folder}/compressed")
     out["advice"] = {}
     for cls, arguments in ((OneBitAdam, {}), (LocalSGD, {"period": 4})):
         kwargs = {"optimizer_cls_and_kwargs": (cls, {"lr": 1e-2, **arguments}), "max_steps": 1, "save_steps": 4}
@@ -356,6 +395,20 @@ def test_settings_that_work_against_the_optimizer_are_warned_of_once(ranks):
     assert tokens.startswith("average_tokens_across_devices=True ")
     assert buffers.endswith("set ddp_broadcast_buffers=False")
     assert not [text for advice in ranks[1]["advice"].values() for text in advice if "set " in text]
+
+
+def test_any_optimizer_trains_on_compressed_means_and_resumes_to_the_bit(ranks):
+    for rank in ranks:
+        seen = rank["compressed"]
+        assert seen["same"] == [True, True]
+        assert seen["saved"] == [f"commopt-gradients-0-rank-0000{r}.pt" for r in range(2)]
+        assert not seen["without"]  # residuals that begin at 0
+        assert seen["left"] == [None, []]
+    mine, other = (rank["compressed"] for rank in ranks)
+    assert same_bits(mine["params"], other["params"])
+    assert [text for text in mine["said"] if "there are none; they begin at 0" in text]
+    assert not same_bits(mine["params"], mine["exact"])
+    assert [entry["commopt/ratio"] > 6 for entry in mine["history"]] == [True, True]
 
 
 @pytest.mark.long

@@ -38,6 +38,7 @@ class CompressedGradients:
     Attributes:
         compressor: of the gradients.
         mean: takes the means.
+        removed: whether it has ended.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class CompressedGradients:
         taken: Sequence[TakenReplicas] = (),
     ) -> None:
         self._model, self.mean, self._door, self._sharded = weakref.ref(model), mean, door, sharded
-        self.compressor, self._taken, self._removed = compressor, taken, False
+        self.compressor, self._taken, self.removed = compressor, taken, False
 
     def __repr__(self) -> str:
         model, ranks = self._model(), self.mean.topology.world_size
@@ -162,7 +163,7 @@ class CompressedGradients:
     def remove(self) -> None:
         """Ends it: a DistributedDataParallel model averages by itself again, and so does FSDP2; of any other model each
         rank keeps its gradients. Residuals are forgotten. The second time it does nothing."""
-        if self._removed:
+        if self.removed:
             return
         self._door.remove()
         if self._sharded is not None:
@@ -171,7 +172,7 @@ class CompressedGradients:
         for module in models_with_handles():
             if HANDLES.get(module, lambda: None)() is self:
                 HANDLES.pop(module, None)
-        self._removed = True
+        self.removed = True
 
 
 def models_with_handles() -> list[nn.Module]:

@@ -2,6 +2,9 @@
 
 model, optimizer, loader = accelerator.prepare(model, commopt.OneBitAdam(model.parameters(), lr=1e-3), loader)
 commopt.integrations.accelerate.connect(accelerator, model, optimizer)
+
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
+commopt.integrations.accelerate.compress_gradients(accelerator, model, commopt.compress.Int4())
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from weakref import WeakKeyDictionary
 from accelerate import Accelerator
 from torch import nn
 
+from commopt import gradients
 from commopt.attach import unwrapped
-from commopt.integrations import common, means, parts
+from commopt.gradients import CompressedGradients
+from commopt.gradients.method import OfGradients
+from commopt.integrations import common, means, parts, residuals
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
 from commopt.optim.state import StateDict
@@ -42,6 +48,8 @@ class _Connection:
 
 _connected: WeakKeyDictionary[Accelerator, WeakKeyDictionary[PackedOptimizer, _Connection]] = WeakKeyDictionary()
 """The optimizers of each that are connected, in that order."""
+_compressed: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
+"""The number of the last handle of each."""
 
 
 def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers: HowBuffers = "mean") -> None:
@@ -87,6 +95,47 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
         _take_part(accelerator)
     connection = _connected[accelerator][ours] = _Connection(model, buffers)
     ours.register_load_state_dict_pre_hook(connection.join)
+
+
+def compress_gradients(
+    accelerator: Accelerator, model: nn.Module, compressor: OfGradients, **options: Any
+) -> CompressedGradients:
+    """Compresses the means of the gradients of ``model``, whatever its optimizer is
+    (:func:`commopt.compress_gradients`); ``save_state()`` writes each rank's residuals beside the rest, and
+    ``load_state()`` gives them back, so that a run continues to the bit. In a world of another size each rank has its
+    share.
+
+    Call it once for a model, on all ranks, after ``accelerator.prepare()`` and before ``load_state()``; for several
+    models in the same order as when they were saved.
+
+    Args:
+        accelerator: whose ``prepare()`` it was.
+        model: what it gave for the model.
+        compressor: of the gradients.
+        options: further arguments of :func:`commopt.compress_gradients`, such as ``feedback`` and ``warmup_steps``.
+
+    Raises:
+        ValueError: if an optimizer of ``accelerator`` is one of commopt that communicates itself, and has parameters of
+            ``model``; and what :func:`commopt.compress_gradients` raises.
+    """
+    mine = {id(p) for p in model.parameters()}
+    for optimizer in map(unwrapped, accelerator._optimizers):
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            residuals.refuse_own(optimizer)
+    handle = gradients.compress_gradients(model, compressor, **options)
+    index = _compressed[accelerator] = _compressed.get(accelerator, -1) + 1
+
+    def save(models: Sequence[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        if not handle.removed:
+            residuals.save(handle, folder, index)
+
+    def load(models: Sequence[nn.Module], folder: str) -> None:
+        if not handle.removed:
+            residuals.load(handle, folder, index)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    return handle
 
 
 def _check(accelerator: Accelerator, model: nn.Module, ours: PackedOptimizer, buffers: HowBuffers) -> None:

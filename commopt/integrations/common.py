@@ -66,6 +66,6 @@ def numbers(stats: Mapping[str, Any], prefix: str = "commopt") -> dict[str, floa
         "bytes": stats["step"]["bytes"],
         "bytes_total": stats["total"]["bytes"],
         "ratio": stats["ratio"],
-        "residual_ratio": stats["residual_ratio"],
+        "residual_ratio": stats.get("residual_ratio"),
     }
     return {f"{prefix}/{name}": value for name, value in found.items() if value is not None}

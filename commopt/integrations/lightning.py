@@ -1,6 +1,7 @@
-"""Lightning's Trainer: one callback.
+"""Lightning's Trainer: a callback for optimizers of commopt, and one for any other on compressed gradients.
 
     trainer = lightning.Trainer(strategy="ddp", callbacks=[CommoptCallback()])
+    trainer = lightning.Trainer(strategy="ddp", callbacks=[CompressGradients(commopt.compress.Int4())])
 
 The optimizer is what ``configure_optimizers()`` returns. Checkpoints keep every rank's own part with or without the
 callback: Lightning calls ``consolidate_state_dict()``, and each rank takes its own when it loads.
@@ -10,17 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from commopt.ddp_models import ddp_models_in
+from commopt.gradients import CompressedGradients, compress_gradients
+from commopt.gradients.method import OfGradients
 from commopt.integrations import advice
 from commopt.integrations.common import attach_once, numbers
 from commopt.integrations.means import end_training, mean_model
+from commopt.integrations.residuals import refuse_own
 from commopt.integrations.shards import has_no_replicas, tell_of_shards
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
+
+logger = logging.getLogger("commopt")
+
+_RESIDUALS = "commopt_gradients"
+"""Key of a checkpoint."""
 
 
 class CommoptCallback(Callback):
@@ -77,14 +88,8 @@ class CommoptCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs when and where Lightning logs the metrics of this step, as its own callbacks do."""
-        logs = trainer.is_global_zero and trainer.loggers and trainer._logger_connector.should_update_logs
-        if not logs or trainer.global_step == self._step:
-            return
         for number, optimizer in enumerate(_ours(trainer)):
-            found = numbers(optimizer.comm_stats(), f"commopt-{number}" if number else "commopt")
-            for logger in trainer.loggers:
-                logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            _log(trainer, self._step, optimizer.comm_stats(), f"commopt-{number}" if number else "commopt")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mean.enter_context(_averaged(trainer, self._buffers))
@@ -100,6 +105,80 @@ class CommoptCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         end_training(_ours(trainer), trainer.lightning_module, self._buffers)
+
+
+class CompressGradients(Callback):
+    """Has the means of gradients compressed in a Trainer, whatever the optimizers are
+    (:func:`commopt.compress_gradients`).
+
+    * What else there is stays as it is: ``gradient_clip_val`` clips the mean.
+    * Checkpoints have the residuals of every rank, so that ``fit(ckpt_path=...)`` continues to the bit; in a world of
+      another size each rank has its share. That takes the memory of all of them on rank 0.
+    * What the last mean has sent is logged every ``log_every_n_steps``: ``commopt/bytes`` and its like.
+
+    Args:
+        compressor: of the gradients.
+        options: further arguments of :func:`commopt.compress_gradients`, such as ``feedback`` and ``warmup_steps``.
+
+    Attributes:
+        handle: that of :func:`commopt.compress_gradients`, from the start of a training to its end.
+
+    Raises:
+        ValueError: as training begins, if an optimizer is one of commopt that communicates itself; and what
+            :func:`commopt.compress_gradients` raises.
+    """
+
+    handle: CompressedGradients | None = None
+
+    def __init__(self, compressor: OfGradients, **options: Any) -> None:
+        self._compressor, self._options = compressor, options
+        self._loaded: tuple[Mapping[str, Any] | None] | None = None  # what a checkpoint has, if one was loaded
+        self._step = 0  # before this batch
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded = (checkpoint.get(_RESIDUALS),)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave()
+        for optimizer in trainer.optimizers:
+            refuse_own(optimizer)
+        self.handle = compress_gradients(trainer.strategy.model, self._compressor, **self._options)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded[0] is not None:
+            self.handle.load_state_dict(loaded[0])
+        elif loaded is not None and trainer.is_global_zero:
+            logger.warning("the checkpoint has no residuals of compressed gradients; they begin at 0")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.handle is not None:
+            _log(trainer, self._step, self.handle.comm_stats(), "commopt")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Called on all ranks, but where only weights are saved."""
+        if self.handle is not None:
+            checkpoint[_RESIDUALS] = self.handle.consolidated_state_dict()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The last checkpoint is saved when training has ended."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = None
+
+
+def _log(trainer: Trainer, before: int, stats: Mapping[str, Any], prefix: str) -> None:
+    """Logs ``stats``, of ``comm_stats()``, when and where Lightning logs the metrics of this step, as its own callbacks
+    do; nothing if there was none since the step ``before``."""
+    logs = trainer.is_global_zero and trainer.loggers and trainer._logger_connector.should_update_logs
+    for each in trainer.loggers if logs and trainer.global_step != before else ():
+        each.log_metrics(numbers(stats, prefix), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _ours(trainer: Trainer) -> list[PackedOptimizer]:

@@ -28,7 +28,11 @@ def save(optimizer: PackedOptimizer, folder: str | os.PathLike[str], index: int 
     replicated, part = split_state_dict(optimizer.state_dict())
     rank, world_size = optimizer.topology.rank, optimizer.topology.world_size
     content = {"rank": rank, "world_size": world_size, "moment": _moment(replicated), "part": part}
-    file = Path(folder, f"commopt-{index}-rank-{rank:05d}.pt")
+    write(content, Path(folder, f"commopt-{index}-rank-{rank:05d}.pt"))
+
+
+def write(content: dict[str, Any], file: Path) -> None:
+    """Writes ``content`` so that ``file`` is whole or not there; its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, file.with_suffix(".tmp"))
     os.replace(file.with_suffix(".tmp"), file)
@@ -51,13 +55,16 @@ def join(
         joined = _found(optimizer.topology, state_dict, Path(folder), index)
     except Exception as raised:
         error = raised
-    _agree(optimizer.topology, joined is not state_dict, error, folder)
+    agree(optimizer.topology, joined is not state_dict, error, f"own parts of an optimizer's state from {folder}")
     return joined
 
 
-def _agree(topology: Topology, found: bool, error: Exception | None, folder: str | os.PathLike[str]) -> None:
-    """Makes sure that all ranks have ``found`` their parts, or none."""
-    where = f"own parts of an optimizer's state from {folder}"
+def agree(topology: Topology, found: bool, error: Exception | None, where: str) -> None:
+    """Makes sure that all ranks have ``found`` their parts, or none.
+
+    Raises:
+        ValueError: on all ranks, if not, or if one has met with an ``error``, which is raised there.
+    """
     mine = torch.tensor([float(found), float(error is not None)], device=message_device(topology.backend))
     rows: list[list[float]] = gather_rows(topology.backend, mine, f"{where}, whether all ranks have theirs").tolist()
     if error is not None:
@@ -77,7 +84,7 @@ def _found(topology: Topology, state_dict: StateDict, folder: Path, index: int) 
     replicated, _ = split_state_dict(state_dict)
     moment = _moment(state_dict)
     files = sorted(folder.glob(f"commopt-{index}-rank-*.pt"))
-    saved = [_read(file) for file in files]
+    saved = [read(file) for file in files]
     saved = [one for one in saved if one["moment"] == moment]
     if not saved:
         return state_dict
@@ -96,7 +103,8 @@ def _found(topology: Topology, state_dict: StateDict, folder: Path, index: int) 
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """What :func:`write` has written. Raises ValueError if it cannot be read."""
     try:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
@@ -115,7 +123,7 @@ def load(optimizer: PackedOptimizer, file: Path) -> None:
         ValueError: on all ranks, as :func:`join`.
     """
     if not file.exists():  # nothing was loaded: all may begin anew, but not some
-        _agree(optimizer.topology, False, None, file.parent)
+        agree(optimizer.topology, False, None, f"own parts of an optimizer's state from {file.parent}")
         return
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     joined = join(optimizer, saved, file.parent)

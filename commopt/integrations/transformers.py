@@ -1,6 +1,7 @@
 """Hugging Face Trainer.
 
 Trainer(..., optimizer_cls_and_kwargs=(commopt.OneBitAdam, {"lr": 1e-3}), callbacks=[CommoptCallback()])
+Trainer(..., callbacks=[CompressGradients(commopt.compress.Int4())])  # any optimizer that does not communicate
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from accelerate import PartialState
 from transformers import Trainer, TrainerCallback
 
 from commopt.attach import unwrapped
-from commopt.integrations import advice, common, means, parts
+from commopt.gradients import CompressedGradients, compress_gradients
+from commopt.gradients.method import OfGradients
+from commopt.integrations import advice, common, means, parts, residuals
 from commopt.optim.model_buffers import HowBuffers, check_how
 from commopt.optim.packed import PackedOptimizer
 
@@ -74,7 +77,7 @@ class CommoptCallback(TrainerCallback):
             method, model = getattr(self._trainer, name), self._trainer.model
             setattr(self._trainer, name, means.of_the_mean(method, [ours], model, self._buffers))
         if not ours.own_in_state:  # else FSDP2 saves it
-            setattr(self._trainer, _SAVE, _with_parts(self._trainer, ours))
+            _save_too(self._trainer, functools.partial(parts.save, ours))
         if state.is_world_process_zero:
             advice.for_transformers(args, ours, self._trainer.model_wrapped)
 
@@ -100,23 +103,80 @@ class CommoptCallback(TrainerCallback):
         self._trainer = None
 
 
-def _with_parts(trainer: Trainer, optimizer: PackedOptimizer) -> Callable[[str], None]:
-    """``trainer``'s ``_save_optimizer_and_scheduler(folder)``, with every rank's own part."""
-    save = getattr(trainer, _SAVE)
+class CompressGradients(TrainerCallback):
+    """Has a Trainer's means of gradients compressed, whatever its optimizer is (:func:`commopt.compress_gradients`).
 
-    @functools.wraps(save)
+    ::
+
+        Trainer(model, args, ..., callbacks=[CompressGradients(commopt.compress.Int4())])
+
+    What else there is stays as it is: ``max_grad_norm`` clips the mean. Each checkpoint gets every rank's residuals, so
+    that ``train(resume_from_checkpoint=...)`` continues to the bit. What a step sends is logged with the loss. When
+    training ends the model averages as before.
+
+    Args:
+        compressor: of the gradients.
+        options: further arguments of :func:`commopt.compress_gradients`, such as ``feedback`` and ``warmup_steps``.
+
+    Attributes:
+        handle: that of :func:`commopt.compress_gradients`, while training.
+
+    Raises:
+        ValueError: as training begins, if the optimizer is one of commopt that communicates itself; and what
+            :func:`commopt.compress_gradients` and :func:`commopt.integrations.residuals.load` raise.
+    """
+
+    _trainer: Trainer | None = None
+    handle: CompressedGradients | None = None
+
+    def __init__(self, compressor: OfGradients, **options: Any) -> None:
+        self._compressor, self._options = compressor, options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+        self._leave()
+        residuals.refuse_own(unwrapped(optimizer))
+        self._trainer, folder = _who_trains()
+        self.handle = compress_gradients(self._trainer.model_wrapped, self._compressor, **self._options)
+        if folder is not None:
+            residuals.load(self.handle, folder)
+        _save_too(self._trainer, functools.partial(residuals.save, self.handle))
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
+        """As :meth:`CommoptCallback.on_log`."""
+        if self.handle is None or not state.is_world_process_zero or "loss" not in (logs or {}):
+            return
+        found = common.numbers(self.handle.comm_stats())
+        logs.update(found)
+        state.log_history[-1].update(found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._trainer is not None:
+            vars(self._trainer).pop(_SAVE, None)
+        if self.handle is not None:
+            self.handle.remove()
+        self._trainer = self.handle = None
+
+
+def _save_too(trainer: Trainer, save: Callable[[str], None]) -> None:
+    """Has every checkpoint of ``trainer`` get what ``save(folder)`` writes on each rank."""
+    its_own = getattr(trainer, _SAVE)
+
+    @functools.wraps(its_own)
     def save_all(folder: str) -> None:
-        save(folder)
+        its_own(folder)
         if not trainer.state.is_hyper_param_search:
-            parts.save(optimizer, folder)
+            save(folder)
             PartialState().wait_for_everyone()  # rank 0 pushes this checkpoint, and deletes old ones
 
-    return save_all
+    setattr(trainer, _SAVE, save_all)
 
 
 def _who_trains() -> tuple[Trainer, str | None]:
     """The Trainer that has called us, and the checkpoint that it has resumed: what no event of a callback is given."""
     found = common.frame_of(Trainer, lambda frame: "resume_from_checkpoint" in frame.f_locals)
     if found is None:
-        raise RuntimeError("CommoptCallback is for transformers.Trainer.train(), which has not called it")
+        raise RuntimeError("this callback is for transformers.Trainer.train(), which has not called it")
     return found.f_locals["self"], found.f_locals["resume_from_checkpoint"]
