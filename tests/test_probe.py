@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from commopt.probe.cut import WAYS, predict_cut
 from commopt.probe.figures import count, figure, rate, seconds
 from commopt.probe.fit import Line, fit_line, line_through, misfit
 from commopt.probe.inside import rows
-from commopt.probe.measure import columns, exchanges, gap
+from commopt.probe.measure import Sample, Stand, columns, exchanges, gap, losses
 from commopt.probe.model import Model, adamw_seconds, split
 from commopt.probe.options import ProbeError, parse, parse_count
 from commopt.probe.predict import (
@@ -168,6 +169,9 @@ class Simulated(Alone):
         self.now = self.free = 0.0
         monkeypatch.setattr("commopt.probe.measure.time.perf_counter", lambda: self.now)
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def channels(self, place: int) -> tuple[Any, Any]:
         return self, self
 
@@ -204,6 +208,39 @@ def test_a_link_is_measured_alone_and_with_many_under_way(monkeypatch: pytest.Mo
     assert (busy.latency, busy.per_byte) == (pytest.approx(0.01), pytest.approx(1e-9))
     assert gap(Line(1.0, 0.0), Line(0.1, 1.0), 2) == Line(0.0, 0.0)  # no message takes less than nothing,
     assert gap(Line(1.0, 1.0), Line(3.0, 3.0), 2) == Line(1.0, 1.0)  # or longer than it takes alone
+
+
+def test_what_others_take_of_the_cores_is_not_lost_to_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three matrix products one is interrupted: what a message takes is more than so many of the usual ones."""
+    stand, takes = Simulated(monkeypatch), itertools.cycle([0.001, 0.001, 0.004])
+
+    def product(*_: Any, **__: Any) -> None:
+        stand.now += next(takes)
+
+    monkeypatch.setattr("commopt.probe.measure.torch.mm", product)
+    for lost in losses(stand, "all_to_all", [Sample(2**10, 2**9, 0.1), Sample(2**12, 2**11, 0.1)]):
+        assert lost.seconds < 0.003  # of 0.11 s for two
+
+
+@pytest.mark.parametrize(("meeting", "times"), [(0.0, 20), (0.1, 4), (0.8, 3)])
+def test_ranks_that_meet_slowly_repeat_less(meeting: float, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what takes no time on the device takes as long as 20 meetings."""
+    stand, did = Simulated(monkeypatch), []
+
+    def largest(values: Any) -> list[float]:
+        stand.now += meeting
+        return list(values)
+
+    def do() -> None:
+        did.append(0)
+        stand.now += 0.01
+
+    monkeypatch.setattr(stand, "largest", largest)
+    assert Stand.time(stand, do) == pytest.approx(0.01)
+    assert len(did) == 2 + times
+    did.clear()
+    assert Stand.time(stand, lambda: (do(), stand.sleep(2.0))) == pytest.approx(2.01)
+    assert len(did) == 2
 
 
 def test_what_goes_alone_takes_its_latency_however_many_could_be_under_way() -> None:

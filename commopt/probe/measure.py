@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -129,6 +130,11 @@ class Stand:
         """Returns when all ranks are here."""
         self.largest([0.0])
 
+    @cached_property
+    def meeting(self) -> float:
+        """Seconds of :meth:`meet`; all ranks ask for it at the same place."""
+        return self.largest([min(self.seconds(self.meet) for _ in range(3))])[0]
+
     def synchronize(self) -> None:
         """Waits for what this process has asked of the device, but not for collectives in flight."""
         if self.device.type == "cuda":
@@ -143,11 +149,14 @@ class Stand:
         return time.perf_counter() - start
 
     def time(self, do: Callable[[], object]) -> float:
-        """Seconds of ``do()``: median of repetitions that all ranks begin together, on the slowest rank."""
+        """Seconds of ``do()``: median of repetitions that all ranks begin together, on the slowest rank; of what takes
+        long, of one."""
         do()
         (once,) = self.largest([self.seconds(do)])
+        if once > LONGEST:
+            return once
         times = []
-        for _ in range(max(REPEATS[0], min(REPEATS[1], int(ENOUGH / once)))):
+        for _ in range(max(REPEATS[0], min(REPEATS[1], int(ENOUGH / (once + self.meeting))))):
             self.meet()
             times.append(self.seconds(do))
         return self.largest([statistics.median(times)])[0]
@@ -274,7 +283,7 @@ def losses(stand: Stand, verb: str, samples: Sequence[Sample]) -> list[Sample]:
         start, nbytes = exchange(stand, verb, size, count)
         lost = []
         for _ in range(5):
-            alone = statistics.median(stand.seconds(product) for _ in range(50))
+            alone = statistics.fmean(stand.seconds(product) for _ in range(50))  # with what others take of the cores
             stand.meet()
             works = [start(i) for i in range(count)]
             lost.append(compute_beside(works, alone))

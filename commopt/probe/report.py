@@ -249,7 +249,7 @@ def _rounds(result: Result) -> list[str]:
     return [
         head,
         *(
-            f"{name:36}{seconds(each.seconds):>10}{cells(10, each.nbytes / 1e6)}{f'from period {each.period}':>17}"
+            f"{name:36}{seconds(each.seconds):>10}{cells(10, each.nbytes / 1e6)}{f' from period {each.period}':>17}"
             for name, each in result.rounds.items()
         ),
         _fewer_bytes(result),
