@@ -32,7 +32,7 @@ from commopt.probe.cut import WAYS, predict_cut
 from commopt.probe.figures import count, figure, rate, seconds
 from commopt.probe.fit import Line, fit_line, line_through, misfit
 from commopt.probe.inside import rows
-from commopt.probe.measure import Sample, Stand, columns, exchanges, gap, losses
+from commopt.probe.measure import FACTOR, LONGEST, Sample, Stand, columns, exchanges, gap, losses
 from commopt.probe.model import Model, adamw_seconds, split
 from commopt.probe.options import ProbeError, parse, parse_count
 from commopt.probe.predict import (
@@ -220,6 +220,31 @@ def test_what_others_take_of_the_cores_is_not_lost_to_a_message(monkeypatch: pyt
     monkeypatch.setattr("commopt.probe.measure.torch.mm", product)
     for lost in losses(stand, "all_to_all", [Sample(2**10, 2**9, 0.1), Sample(2**12, 2**11, 0.1)]):
         assert lost.seconds < 0.003  # of 0.11 s for two
+
+
+def test_over_a_long_way_messages_are_timed_in_which_bytes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP sends 14 kB, and twice as much a round trip later: the first sizes take as long as each other, or a round
+    trip more, which tells nothing of the bandwidth."""
+    stand = Simulated(monkeypatch)
+    stand.time = lambda do: do()  # type: ignore[method-assign]
+
+    def timed(latency: float, per_byte: float) -> list[Sample]:
+        def seconds(size: int) -> float:
+            took, window = 2 * latency + 1e-3, 14_000
+            while window < size and window * per_byte < 2 * latency:
+                took, size, window = took + 2 * latency, size - window, 2 * window
+            return took + size * per_byte
+
+        return stand.sweep(SIZES, lambda size: (size, lambda: seconds(size)))
+
+    for latency, mbit in [(0.2, 2), (0.1, 100), (0.1, 10), (0.05, 10), (0.05, 100), (0.025, 100)]:
+        samples = timed(latency, 8e-6 / mbit)
+        assert mbit / 2 < fit_line(*columns(samples)).bits_per_second / 1e6 < mbit, (latency, mbit)
+        assert samples[-1].seconds < LONGEST[1]
+    for mbit in (2, 10, 100):  # without a long way none takes longer than it may
+        samples = timed(0.0, 8e-6 / mbit)
+        assert len(samples) > 2
+        assert LONGEST[0] / FACTOR**2 <= samples[-1].seconds <= LONGEST[0]
 
 
 @pytest.mark.parametrize(("meeting", "times"), [(0.0, 20), (0.1, 4), (0.8, 3)])

@@ -39,8 +39,11 @@ FAST = 16
 """Messages of a compressed step are that much smaller than those of an all-reduce, and are measured at such sizes."""
 ENOUGH = 0.5
 """Seconds after which one size has been measured long enough."""
-LONGEST = 1.0
-"""Seconds of one message that is too long to wait for."""
+LONGEST = (1.0, 8.0)
+"""Seconds of one message that is too long to wait for, beyond those of the smallest; and over a long way."""
+LONG_WAY = 32
+"""Over a long way it may take so many times the seconds of the smallest: TCP begins each message slowly, and doubles
+its pace once a round trip."""
 REPEATS = (3, 20)
 """At least and at most so many repetitions."""
 UNDER_WAY = 8
@@ -153,7 +156,7 @@ class Stand:
         long, of one."""
         do()
         (once,) = self.largest([self.seconds(do)])
-        if once > LONGEST:
+        if once > LONGEST[0]:
             return once
         times = []
         for _ in range(max(REPEATS[0], min(REPEATS[1], int(ENOUGH / (once + self.meeting))))):
@@ -168,9 +171,17 @@ class Stand:
         for size in sizes:
             nbytes, do = prepare(size)
             out.append(Sample(size, nbytes, self.time(do)))
-            if len(out) > 1 and out[-1].seconds * FACTOR > LONGEST:
+            if len(out) > 1 and too_long_next([s.seconds for s in out]):
                 break
         return out
+
+
+def too_long_next(seconds: Sequence[float]) -> bool:
+    """Whether a message that is :data:`FACTOR` times as large as the last would be too long to wait for, by what two or
+    more took."""
+    first, last = seconds[0], seconds[-1]
+    following = last + FACTOR * (last - seconds[-2])
+    return following - first > min(max(LONGEST[0], LONG_WAY * first), LONGEST[1])
 
 
 def sizes_up_to(max_mb: float, smallest: int = SMALLEST) -> list[int]:
