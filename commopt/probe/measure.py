@@ -39,7 +39,7 @@ FAST = 16
 """Messages of a compressed step are that much smaller than those of an all-reduce, and are measured at such sizes."""
 ENOUGH = 0.5
 """Seconds after which one size has been measured long enough."""
-LONGEST = (1.0, 8.0)
+LONGEST = (1.0, 4.0)
 """Seconds of one message that is too long to wait for, beyond those of the smallest; and over a long way."""
 LONG_WAY = 32
 """Over a long way it may take so many times the seconds of the smallest: TCP begins each message slowly, and doubles
