@@ -571,6 +571,23 @@ def test_a_rank_that_waits_in_another_call_is_named_with_it(mine: str, theirs: s
     assert roll.elsewhere == ({7: ", ".join(theirs.split(", ")[:2])} if is_other else {})
 
 
+@pytest.mark.parametrize("state", ["waits", "late", "failed"])
+def test_a_rank_that_waits_in_an_earlier_collective_is_not_named_beside_one_that_says_nothing(state: str) -> None:
+    said: dict[int, str] = {}
+    ranks = [Words(rank, [4, 7, 9]) for rank in range(3)]
+    for rank in ranks:
+        rank.said = said
+        rank.start("world")
+    ranks[1].start("world")  # rank 9 has stopped when its message for rank 7 had gone out, and that for rank 4 had not
+    for rank in ranks[:2]:
+        rank.tell(state, "step 8")
+    earlier, later = (rank.absent("world", number, (state,)) for number, rank in enumerate(ranks[:2]))
+    assert (earlier.absent, earlier.first) == ([9], True)
+    assert (later.absent, later.first) == ([9], False)
+    ranks[2].tell(state, "step 8")  # nobody is silent: ranks 4 and 9 are who has not come
+    assert ranks[1].absent("world", 1, (state,)).absent == [4, 9]
+
+
 def test_over_gloo_ranks_in_different_calls_are_told_which() -> None:
     outs, _, _ = drill("calls", world=2)
     calls = ["LocalSGD, synchronisation 2", "evaluation, mean loss"]

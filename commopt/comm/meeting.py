@@ -77,12 +77,12 @@ class Meeting:
 
     def absent(self, channel: str, number: int, states: Sequence[str]) -> Roll:
         """Ranks that have not started collective ``number`` of ``channel``, or do not say that they are in one of
-        ``states``."""
+        ``states``; of those that have not, and say so, none beside others: they wait in an earlier collective."""
         others = [r for r in range(len(self.ranks)) if r != self.rank]
         words = self.hear()
         if words is None:
             return Roll(unknown=self.silence)
-        absent, elsewhere, late, now = [], {}, False, time.monotonic()
+        absent, behind, elsewhere, late, now = [], [], {}, False, time.monotonic()
         for r in others:
             word: dict[str, Any] = json.loads(words[r]) if r in words else {"state": "", "started": {}}
             if self._heard.get(r, ("",))[0] != words.get(r):
@@ -90,10 +90,13 @@ class Meeting:
             fresh = word["state"] != "waits" or now - self._heard[r][1] < 0.85 * watch.first_notice()
             here = word["started"].get(channel, 0) > number
             late = late or (here and word["state"] == "late")
-            if not (here and word["state"] in states and fresh):
+            if not (word["state"] in states and fresh):
                 absent.append(r)
+            elif not here:
+                behind.append(r)
             elif not watch.is_same_call(word["where"], self._where):
                 elsewhere[self.ranks[r]] = watch.call_of(word["where"])
+        absent = absent or behind
         first = all(r > self.rank or r in absent for r in others)
         return Roll(sorted(self.ranks[r] for r in absent), first, late, elsewhere=elsewhere)
 
