@@ -41,7 +41,7 @@ TUNING_SEEDS = 100, 101
 IN_README = (
     "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "OneBitLamb(element)", "OneBitLion", "LocalSGD(AdamW)",
     "SignMomentum(AdamW)", "SlowMo(AdamW)", "DiLoCo(AdamW)", "SparseLoCo(AdamW) H=15 k=32 of contributors",
-    "NoLoCo(AdamW) H=15", "CSER(R=4)", "QSparseLocalSGD",
+    "NoLoCo(AdamW) H=15", "Gossip(AdamW)", "CSER(R=4)", "QSparseLocalSGD",
 )  # fmt: skip
 """A method of each optimizer that communicates."""
 Record = dict[str, Any]
