@@ -63,6 +63,29 @@ def test_each_rank_has_its_own_again_or_its_share(compressor, world_size, tmp_pa
             assert same_bits(tensors_in(loaded), tensors_in(state))
 
 
+def test_what_one_rank_has_not_given_out_yet_is_shared_by_several(tmp_path):
+    """Residuals that one rank has loaded, and saved before its first mean."""
+    saved_by(2, tmp_path / "two", Sign())
+
+    def alone(backend):
+        handle = compress_gradients(model(), Sign(), backend=backend)
+        residuals.load(handle, tmp_path / "two")
+        residuals.save(handle, tmp_path / "one")
+        return handle.state_dict()["residuals"]["state"]
+
+    def rank(backend):
+        handle = compress_gradients(model(), Sign(), backend=backend)
+        residuals.load(handle, tmp_path / "one")
+        return handle.state_dict()["residuals"]["state"]
+
+    (owed,) = on_threads(1, alone)
+    shares = on_threads(2, rank)
+    for i, entry in owed.items():
+        assert entry["worker_error"].any()
+        mean = (shares[0][i]["worker_error"] + shares[1][i]["worker_error"]) / 2
+        torch.testing.assert_close(mean.flatten(), entry["worker_error"].flatten())
+
+
 def test_without_any_they_begin_at_0_and_a_warning_says_so(tmp_path):
     def rank(backend):
         net = model()

@@ -73,7 +73,8 @@ def load(handle: CompressedGradients, folder: str | os.PathLike[str], index: int
     sizes: list[float] = gather_rows(topology.backend, mine, f"{where}, of how many ranks").flatten().tolist()
     if len(set(sizes)) > 1:
         raise ValueError(f"{where}: ranks have found those of {[int(each) for each in sizes]} ranks, of several saves")
-    handle.load_state_dict(saved[0]["state"] if len(saved) == 1 else _joined(handle, saved))
+    own = len(saved) == 1 and (size, saved[0]["nodes"]) == (topology.world_size, handle.nodes)
+    handle.load_state_dict(saved[0]["state"] if own else _joined(handle, saved))
 
 
 def _file(folder: str | os.PathLike[str], index: int, rank: int) -> Path:
