@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -162,6 +163,35 @@ def compressed(folder, rank):
         same_bits(*(tensors_in(h.state_dict()) for h in handles)) for handles in zip(first.handles, second.handles)
     ]
     return [same_bits(a, b) for a, b in zip(expected, found)], states[0], found[-1], saved
+
+
+def compressed_again(folder, rank):
+    """As another try does, with a model of its own: its residuals are the first, and nothing holds the old handle."""
+    from accelerate import Accelerator
+
+    from commopt.integrations.accelerate import compress_gradients
+
+    run = Compressed()
+    run.train(range(2), rank)
+    old = weakref.ref(run.handles[0])
+    run.models, run.optimizers, run.handles = [], [], []
+    run.accelerator.free_memory()
+    gc.collect()
+    left = old()
+    model = Tied()
+    model, optimizer = run.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    run.models, run.optimizers = [model], [optimizer]
+    compress_gradients(run.accelerator, model, Int4()).remove()
+    run.handles = [compress_gradients(run.accelerator, model, Int4())]
+    run.train(range(3), rank)
+    run.accelerator.save_state(folder)
+    run.accelerator.wait_for_everyone()
+    with pytest.raises(ValueError, match="prepare\\(\\) has not given this Tied"):
+        compress_gradients(Accelerator(cpu=True), Tied(), Int4())
+    resumed = Compressed()
+    resumed.accelerator.load_state(folder)
+    states = [tensors_in(one.handles[0].state_dict()) for one in (run, resumed)]
+    return left is None, sorted(path.name for path in Path(folder).glob("commopt-*")), same_bits(*states)
 
 
 def saved_weights(folder, model):
@@ -425,6 +455,7 @@ def scenes(folder, rank, world_size):
     out["of one model"] = of_one_model(f"{folder}/one", rank)
     refused(mesh)
     out["compressed"] = compressed(f"{folder}/compressed", rank)
+    out["compressed again"] = compressed_again(f"{folder}/compressed again", rank)
     out["fsdp2"] = fsdp2(f"{folder}/fsdp2", rank)
     out["hybrid"], out["both"] = (fsdp2(f"{folder}/hybrid {both}", rank, mesh, both) for both in (False, True))
     out["local"] = fsdp2(f"{folder}/local", rank, mesh, True, functools.partial(LocalSGD, period=3))
@@ -455,6 +486,14 @@ def test_any_optimizer_resumes_on_compressed_means_to_the_bit(ranks):
         assert same_state
         assert same_bits(after, ranks[0]["compressed"][2])
         assert saved == [both[0] + both[1], both[0]]
+
+
+def test_a_model_that_was_let_go_of_takes_its_residuals_along(ranks):
+    for rank in ranks:
+        gone, saved, same = rank["compressed again"]
+        assert gone
+        assert saved == [f"commopt-gradients-0-rank-0000{r}.pt" for r in range(2)]
+        assert same
 
 
 def test_a_model_is_attached_once_compiled_or_not(ranks):

@@ -48,8 +48,9 @@ class _Connection:
 
 _connected: WeakKeyDictionary[Accelerator, WeakKeyDictionary[PackedOptimizer, _Connection]] = WeakKeyDictionary()
 """The optimizers of each that are connected, in that order."""
-_compressed: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""The number of the last handle of each."""
+_compressed: WeakKeyDictionary[Accelerator, WeakKeyDictionary[nn.Module, tuple[int, weakref.ref[Any]]]]
+_compressed = WeakKeyDictionary()
+"""The models of each whose gradients are compressed: their numbers, and handles, which may have been removed."""
 
 
 def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers: HowBuffers = "mean") -> None:
@@ -105,8 +106,8 @@ def compress_gradients(
     ``load_state()`` gives them back, so that a run continues to the bit. In a world of another size each rank has its
     share.
 
-    Call it once for a model, on all ranks, after ``accelerator.prepare()`` and before ``load_state()``; for several
-    models in the same order as when they were saved.
+    Call it on all ranks, after ``accelerator.prepare()`` and before ``load_state()``; for several models in the same
+    order as when they were saved. One that ``free_memory()`` has let go of does not count.
 
     Args:
         accelerator: whose ``prepare()`` it was.
@@ -116,26 +117,48 @@ def compress_gradients(
 
     Raises:
         ValueError: if an optimizer of ``accelerator`` is one of commopt that communicates itself, and has parameters of
-            ``model``; and what :func:`commopt.compress_gradients` raises.
+            ``model``; if ``model`` is not what ``prepare()`` gave; and what :func:`commopt.compress_gradients` raises.
     """
     mine = {id(p) for p in model.parameters()}
     for optimizer in map(unwrapped, accelerator._optimizers):
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             residuals.refuse_own(optimizer)
+    if not _has(accelerator, model):
+        raise ValueError(
+            f"accelerator.prepare() has not given this {type(model).__name__}, and save_state() would leave it out: "
+            "give the model to prepare() first, and then to compress_gradients() what that gave"
+        )
     handle = gradients.compress_gradients(model, compressor, **options)
-    index = _compressed[accelerator] = _compressed.get(accelerator, -1) + 1
-
-    def save(models: Sequence[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        if not handle.removed:
-            residuals.save(handle, folder, index)
-
-    def load(models: Sequence[nn.Module], folder: str) -> None:
-        if not handle.removed:
-            residuals.load(handle, folder, index)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    if accelerator not in _compressed:
+        _compressed[accelerator] = WeakKeyDictionary()
+        _take_residuals(accelerator)
+    numbers = {each: index for each, index, _ in _has_compressed(accelerator)}
+    _compressed[accelerator][model] = numbers.get(model, max(numbers.values(), default=-1) + 1), weakref.ref(handle)
     return handle
+
+
+def _has_compressed(accelerator: Accelerator) -> list[tuple[nn.Module, int, CompressedGradients | None]]:
+    """The models that ``accelerator`` still has whose gradients are, or were, compressed: their numbers and handles."""
+    found = [(model, index, handle()) for model, (index, handle) in _compressed[accelerator].items()]
+    return [one for one in found if _has(accelerator, one[0])]
+
+
+def _has(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether it is one that ``accelerator`` has, which knows it without what it has wrapped it in."""
+    theirs = {id(p) for one in accelerator._models for p in one.parameters()}
+    return any(id(p) in theirs for p in model.parameters())
+
+
+def _take_residuals(accelerator: Accelerator) -> None:
+    """Has ``accelerator.save_state()`` save every rank's residuals, which ``load_state()`` gives back."""
+
+    def each(do: Callable[[CompressedGradients, str, int], None], folder: str) -> None:
+        for _, index, handle in _has_compressed(accelerator):
+            if handle is not None and not handle.removed:
+                do(handle, folder, index)
+
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: each(residuals.save, folder))
+    accelerator.register_load_state_pre_hook(lambda models, folder: each(residuals.load, folder))
 
 
 def _check(accelerator: Accelerator, model: nn.Module, ours: PackedOptimizer, buffers: HowBuffers) -> None:
