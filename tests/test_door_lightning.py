@@ -234,9 +234,12 @@ def compressed(folder: Path, rank: int, world: int) -> dict[str, Any]:
         def configure_optimizers(self) -> Any:
             return self.make(self.net.parameters(), lr=1e-2)
 
+        def test_step(self, batch: Any, index: int) -> None:
+            pass
+
     def fit(module: Any, callback: Any, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
-        one = trainer(callback, *callbacks, gradient_clip_val=0.5, **settings)
-        one.fit(module, DATA, ckpt_path=ckpt_path)
+        given = {"gradient_clip_val": 0.5, "enable_checkpointing": bool(callbacks), **settings}
+        trainer(callback, *callbacks, **given).fit(module, DATA, ckpt_path=ckpt_path)
         return params_of(module.net)
 
     saving = ModelCheckpoint(folder / "compressed", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
@@ -245,6 +248,8 @@ def compressed(folder: Path, rank: int, world: int) -> dict[str, Any]:
     never = fit(Module(0), CompressGradients(Int4()), saving, logger=logger, log_every_n_steps=STEPS)
     saved = folder / "compressed" / f"step={SAVED}.ckpt"
     again = fit(Module(1), last, ckpt_path=saved)
+    trainer(last, enable_checkpointing=False, limit_test_batches=1).test(Module(0), DATA, saved, verbose=False)
+    tested = fit(Module(0), last)
     with_none = folder / "without.ckpt"
     if rank == 0:
         content = torch.load(saved, weights_only=True)
@@ -257,7 +262,10 @@ def compressed(folder: Path, rank: int, world: int) -> dict[str, Any]:
         fit(Module(0, OneBitAdam), CompressGradients(Int4()))
     file = Path(logger.log_dir, "metrics.csv")
     rows = [*csv.DictReader(file.open())] if rank == 0 else []
-    return {"never": never, "again": again, "without": without, "said": said, "rows": rows, "left": last.handle}
+    return {
+        "never": never, "again": again, "tested": tested, "without": without, "said": said, "rows": rows,
+        "left": last.handle,
+    }  # fmt: skip
 
 
 # Fabric ---------------------------------------------------------------------------------------------------------------
@@ -419,6 +427,7 @@ def test_any_optimizer_is_fitted_on_compressed_means_and_resumes_to_the_bit(rank
     for rank in ranks:
         seen = rank["compressed"]
         assert same_bits(seen["never"], seen["again"])
+        assert same_bits(seen["never"], seen["tested"])  # from the beginning, after a test of a checkpoint
         assert not same_bits(seen["never"], seen["without"])
         assert same_bits(seen["never"], ranks[0]["compressed"]["never"])
         assert seen["left"] is None

@@ -135,6 +135,10 @@ class CompressGradients(Callback):
         self._loaded: tuple[Mapping[str, Any] | None] | None = None  # what a checkpoint has, if one was loaded
         self._step = 0  # before this batch
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Comes before a checkpoint is loaded: what a test has loaded, or a fit that failed, is not of this one."""
+        self._loaded = None
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._loaded = (checkpoint.get(_RESIDUALS),)
 
