@@ -113,7 +113,8 @@ class CompressGradients(Callback):
 
     * What else there is stays as it is: ``gradient_clip_val`` clips the mean.
     * Checkpoints have the residuals of every rank, so that ``fit(ckpt_path=...)`` continues to the bit; in a world of
-      another size each rank has its share. That takes the memory of all of them on rank 0.
+      another size each rank has its share. That takes the memory of all of them on rank 0. One that is saved after
+      ``fit()`` has none.
     * What the last mean has sent is logged every ``log_every_n_steps``: ``commopt/bytes`` and its like.
 
     Args:

@@ -54,7 +54,7 @@ def load(handle: CompressedGradients, folder: str | os.PathLike[str], index: int
 
     Raises:
         ValueError: on all ranks, if some ranks' residuals are there, but not those that each needs; if one cannot be
-            read; or if they are of several saves.
+            read; or if they are of saves over other numbers of ranks.
     """
     topology, where = handle.mean.topology, f"residuals of compressed gradients from {folder}"
     saved: list[dict[str, Any]] = []
