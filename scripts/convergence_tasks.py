@@ -85,7 +85,8 @@ def adam_family(
     Args:
         lr, lamb_lr: peaks, of Adam's kind and of LAMB's.
         weight_decay: of all of them.
-        warmup: first steps that coarse compressors of gradients leave exact, where they have a warm-up.
+        warmup: first steps that coarse compressors of gradients leave exact, where they have a warm-up: those in which
+            lr rises.
         freeze: steps of warm-up of 1-bit Adam and 1-bit LAMB, and those in which 0/1 Adam refreshes its variance.
         kappa: of 0/1 Adam: its first refreshes, before they become rarer.
         sign: arguments of SignMomentum.
@@ -186,33 +187,34 @@ def sgd_family(lr: float) -> dict[str, Method]:
 
 
 SMALL = ["--model.layers=2", "--model.heads=4", "--model.width=64", "--data.vocab_size=512", "--data.seq_len=64"]
-SCHEDULE = {"warmup_steps": 20, "decay": "cosine", "min_lr_ratio": 0.05, "max_grad_norm": None}
+SCHEDULE: dict[str, Any] = {"warmup_steps": 20, "decay": "cosine", "min_lr_ratio": 0.05, "max_grad_norm": None}
 
 LANGUAGE = SCHEDULE | {"warmup_steps": 60}
 SIGN = {"outer_lr": 1.0, "outer_betas": [0.0, 0.0]}
-"""No momentum on top of a base that has one: it would be delay. Best where outer_lr lr is about 2e-3; 3e-3 on the BERT,
-where AdamW is best at 4e-3."""
-ROUNDS_OF_DIGITS = {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}
+"""No momentum on top of a base that has one: it would be delay. Best where outer_lr lr is about 2e-3."""
+SIGN_ON_BERT = SIGN | {"outer_lr": 3.0}
+"""There 3e-3 is, and AdamW's best lr 4e-3."""
+SIGN_ON_DIGITS = {"outer_lr": 2.0, "outer_betas": [0.5, 0.8]}
 
 TASKS = {
     "gpt": Task(
         600,
         16,
         LANGUAGE,
-        {**adam_family(2e-3, 1e-2, 0.1, 60, 120, 64, SIGN), **sgd_family(0.1)},
+        {**adam_family(2e-3, 1e-2, 0.1, LANGUAGE["warmup_steps"], 120, 64, SIGN), **sgd_family(0.1)},
         ["gpt_quick", *SMALL],
     ),
     "bert": Task(
         600,
         16,
         LANGUAGE,
-        {**adam_family(1e-3, 1e-2, 0.01, 60, 300, 128, SIGN | {"outer_lr": 3.0}), **sgd_family(0.1)},
+        {**adam_family(1e-3, 1e-2, 0.01, LANGUAGE["warmup_steps"], 300, 128, SIGN_ON_BERT), **sgd_family(0.1)},
         ["bert_quick", *SMALL],
     ),
     "digits": Task(
         200,
         64,
         SCHEDULE,
-        {**adam_family(3e-3, 1e-2, 0.01, 20, 60, 16, ROUNDS_OF_DIGITS), **sgd_family(0.05)},
+        {**adam_family(3e-3, 1e-2, 0.01, SCHEDULE["warmup_steps"], 60, 16, SIGN_ON_DIGITS), **sgd_family(0.05)},
     ),
 }

@@ -9,8 +9,6 @@ from convergence_tasks import TASKS, Method
 GPT = TASKS["gpt"].methods
 LIONS = 1.0
 """Of AdamW's learning rate: the middle of OneBitLion's, whose steps are shorter than Lion's (docs/onebit_lion.md)."""
-
-
 MOMENTUM = {"outer_lr": 0.7, "outer_momentum": 0.5}
 """Of DiLoCo: the best of five on the tuning seeds, at its best rate: 4.020; (1, 0.5) 4.222, (0.7, 0.7) 4.216, (1, 0.3)
 4.049, (0.5, 0.7) 4.050."""

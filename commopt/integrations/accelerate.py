@@ -48,9 +48,9 @@ class _Connection:
 
 _connected: WeakKeyDictionary[Accelerator, WeakKeyDictionary[PackedOptimizer, _Connection]] = WeakKeyDictionary()
 """The optimizers of each that are connected, in that order."""
-_compressed: WeakKeyDictionary[Accelerator, WeakKeyDictionary[nn.Module, tuple[int, weakref.ref[Any]]]]
+_compressed: WeakKeyDictionary[Accelerator, WeakKeyDictionary[nn.Module, weakref.ref[CompressedGradients]]]
 _compressed = WeakKeyDictionary()
-"""The models of each whose gradients are compressed: their numbers, and handles, which may have been removed."""
+"""The models of each whose gradients are compressed, in that order, and their handles, which may have been removed."""
 
 
 def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers: HowBuffers = "mean") -> None:
@@ -132,15 +132,8 @@ def compress_gradients(
     if accelerator not in _compressed:
         _compressed[accelerator] = WeakKeyDictionary()
         _take_residuals(accelerator)
-    numbers = {each: index for each, index, _ in _has_compressed(accelerator)}
-    _compressed[accelerator][model] = numbers.get(model, max(numbers.values(), default=-1) + 1), weakref.ref(handle)
+    _compressed[accelerator][model] = weakref.ref(handle)
     return handle
-
-
-def _has_compressed(accelerator: Accelerator) -> list[tuple[nn.Module, int, CompressedGradients | None]]:
-    """The models that ``accelerator`` still has whose gradients are, or were, compressed: their numbers and handles."""
-    found = [(model, index, handle()) for model, (index, handle) in _compressed[accelerator].items()]
-    return [one for one in found if _has(accelerator, one[0])]
 
 
 def _has(accelerator: Accelerator, model: nn.Module) -> bool:
@@ -153,7 +146,8 @@ def _take_residuals(accelerator: Accelerator) -> None:
     """Has ``accelerator.save_state()`` save every rank's residuals, which ``load_state()`` gives back."""
 
     def each(do: Callable[[CompressedGradients, str, int], None], folder: str) -> None:
-        for _, index, handle in _has_compressed(accelerator):
+        has = [handle() for model, handle in _compressed[accelerator].items() if _has(accelerator, model)]
+        for index, handle in enumerate(has):
             if handle is not None and not handle.removed:
                 do(handle, folder, index)
 

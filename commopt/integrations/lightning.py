@@ -133,7 +133,7 @@ class CompressGradients(Callback):
 
     def __init__(self, compressor: OfGradients, **options: Any) -> None:
         self._compressor, self._options = compressor, options
-        self._loaded: tuple[Mapping[str, Any] | None] | None = None  # what a checkpoint has, if one was loaded
+        self._loaded: Mapping[str, Any] | None = None  # residuals of a loaded checkpoint; {}: it has none
         self._step = 0  # before this batch
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -141,7 +141,7 @@ class CompressGradients(Callback):
         self._loaded = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._loaded = (checkpoint.get(_RESIDUALS),)
+        self._loaded = checkpoint.get(_RESIDUALS, {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave()
@@ -149,8 +149,8 @@ class CompressGradients(Callback):
             refuse_own(optimizer)
         self.handle = compress_gradients(trainer.strategy.model, self._compressor, **self._options)
         loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded[0] is not None:
-            self.handle.load_state_dict(loaded[0])
+        if loaded:
+            self.handle.load_state_dict(loaded)
         elif loaded is not None and trainer.is_global_zero:
             logger.warning("the checkpoint has no residuals of compressed gradients; they begin at 0")
 

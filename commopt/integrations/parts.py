@@ -55,15 +55,17 @@ def join(
         joined = _found(optimizer.topology, state_dict, Path(folder), index)
     except Exception as raised:
         error = raised
-    agree(optimizer.topology, joined is not state_dict, error, f"own parts of an optimizer's state from {folder}")
+    found = int(joined is not state_dict)
+    agree(optimizer.topology, found, error, f"own parts of an optimizer's state from {folder}")
     return joined
 
 
-def agree(topology: Topology, found: bool, error: Exception | None, where: str) -> None:
-    """Makes sure that all ranks have ``found`` their parts, or none.
+def agree(topology: Topology, found: int, error: Exception | None, where: str) -> list[int]:
+    """What all ranks have ``found``, by rank: numbers of theirs, or all 0, for nothing.
 
     Raises:
-        ValueError: on all ranks, if not, or if one has met with an ``error``, which is raised there.
+        ValueError: on all ranks, if only some have found nothing, or if one has met with an ``error``, which is raised
+            there.
     """
     mine = torch.tensor([float(found), float(error is not None)], device=message_device(topology.backend))
     rows: list[list[float]] = gather_rows(topology.backend, mine, f"{where}, whether all ranks have theirs").tolist()
@@ -77,6 +79,7 @@ def agree(topology: Topology, found: bool, error: Exception | None, where: str) 
             f"{where}: ranks {without} of {topology.world_size} find none there, the others do. Bring the files "
             "commopt-*.pt there, or resume from an earlier checkpoint, or delete them everywhere to go on without them"
         )
+    return [int(row[0]) for row in rows]
 
 
 def _found(topology: Topology, state_dict: StateDict, folder: Path, index: int) -> StateDict:
@@ -123,7 +126,7 @@ def load(optimizer: PackedOptimizer, file: Path) -> None:
         ValueError: on all ranks, as :func:`join`.
     """
     if not file.exists():  # nothing was loaded: all may begin anew, but not some
-        agree(optimizer.topology, False, None, f"own parts of an optimizer's state from {file.parent}")
+        agree(optimizer.topology, 0, None, f"own parts of an optimizer's state from {file.parent}")
         return
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     joined = join(optimizer, saved, file.parent)

@@ -10,9 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from commopt.comm import gather_rows, message_device
 from commopt.gradients.handle import CompressedGradients
 from commopt.integrations import parts
 from commopt.optim.packed import PackedOptimizer
@@ -57,55 +54,44 @@ def load(handle: CompressedGradients, folder: str | os.PathLike[str], index: int
             read; or if they are of saves over other numbers of ranks.
     """
     topology, where = handle.mean.topology, f"residuals of compressed gradients from {folder}"
-    saved: list[dict[str, Any]] = []
+    size, state = 0, dict[str, Any]()
     error: Exception | None = None
     try:
-        saved = _saved(handle, folder, index)
+        size, state = _found(handle, folder, index)
     except Exception as raised:
         error = raised
-    parts.agree(topology, bool(saved), error, where)
-    if not saved:
-        if topology.rank == 0:
-            logger.warning("%s: there are none; they begin at 0, so that the run goes on otherwise", where)
-        return
-    size = saved[0]["world_size"]
-    mine = torch.tensor([float(size)], device=message_device(topology.backend))
-    sizes: list[float] = gather_rows(topology.backend, mine, f"{where}, of how many ranks").flatten().tolist()
+    sizes = parts.agree(topology, size, error, where)
     if len(set(sizes)) > 1:
-        raise ValueError(f"{where}: ranks have found those of {[int(each) for each in sizes]} ranks, of several saves")
-    own = len(saved) == 1 and (size, saved[0]["nodes"]) == (topology.world_size, handle.nodes)
-    handle.load_state_dict(saved[0]["state"] if own else _joined(handle, saved))
+        raise ValueError(f"{where}: ranks have found those of {sizes} ranks, of several saves")
+    if size:
+        handle.load_state_dict(state)
+    elif topology.rank == 0:
+        logger.warning("%s: there are none; they begin at 0, so that the run goes on otherwise", where)
 
 
 def _file(folder: str | os.PathLike[str], index: int, rank: int) -> Path:
     return Path(folder, f"commopt-gradients-{index}-rank-{rank:05d}.pt")
 
 
-def _saved(handle: CompressedGradients, folder: str | os.PathLike[str], index: int) -> list[dict[str, Any]]:
-    """What this rank goes by: what it has saved itself, where ranks are the same, else what all have; [] if there is
-    nothing."""
+def _found(handle: CompressedGradients, folder: str | os.PathLike[str], index: int) -> tuple[int, dict[str, Any]]:
+    """How many ranks have saved, and this rank's state: what it has saved itself, where ranks are the same, else its
+    share of all. 0 if there is nothing."""
     topology = handle.mean.topology
     mine, first = _file(folder, index, topology.rank), _file(folder, index, 0)
     if mine.exists():
         own = parts.read(mine)
         if (own["world_size"], own["nodes"]) == (topology.world_size, handle.nodes):
-            return [own]
+            return own["world_size"], own["state"]
     if not first.exists():
-        return []
-    files = [_file(folder, index, rank) for rank in range(parts.read(first)["world_size"])]
+        return 0, {}
+    size = parts.read(first)["world_size"]
+    files = [_file(folder, index, rank) for rank in range(size)]
     missing = [rank for rank, file in enumerate(files) if not file.exists()]
     if missing:
         raise ValueError(
-            f"{folder} lacks the residuals of ranks {missing} of {len(files)}: the save was interrupted, or the folder "
-            "is not shared. Resume from an earlier checkpoint, or delete the files commopt-*.pt to begin at 0"
+            f"{folder} lacks the residuals of ranks {missing} of {size}: the save was interrupted, or the folder is "
+            "not shared. Resume from an earlier checkpoint, or delete the files commopt-*.pt to begin at 0"
         )
-    return [parts.read(file) for file in files]
-
-
-def _joined(handle: CompressedGradients, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """This rank's share of the residuals of all ranks."""
-    topology = handle.mean.topology
-    split = [split_state_dict(one["state"]) for one in saved]
-    return join_state_dict(
-        split[0][0], [own for _, own in split], topology.rank, topology.world_size, nodes=handle.nodes
-    )
+    split = [split_state_dict(parts.read(file)["state"]) for file in files]
+    owns = [own for _, own in split]
+    return size, join_state_dict(split[0][0], owns, topology.rank, topology.world_size, nodes=handle.nodes)

@@ -54,9 +54,9 @@ def take_over_own(optimizer: OuterOptimizer, part: Mapping[str, Any]) -> None:
     """Takes over from a rank's own ``part`` what was frozen when it sent the fragments in flight: parameter groups are
     those of one rank, and another may have frozen others."""
     for group, still in zip(optimizer.param_groups, part.get(STILL, ())):
-        for p, steps in enumerate(group.get("sent_steps", ())):
+        for fragment, steps in enumerate(group.get("sent_steps", ())):
             if steps:
-                put(group, p, **{STILL: still[p]})
+                put(group, fragment, **{STILL: still[fragment]})
 
 
 def check_loaded(optimizer: OuterOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
