@@ -186,6 +186,15 @@ def compressed_again(folder, rank):
     run.train(range(3), rank)
     run.accelerator.save_state(folder)
     run.accelerator.wait_for_everyone()
+    run.accelerator.free_memory()  # run.models still has this one
+    other = Tied()
+    other, _ = run.accelerator.prepare(other, torch.optim.AdamW(other.parameters(), lr=1e-2))
+    compress_gradients(run.accelerator, other, Int4())
+    run.accelerator.save_state(f"{folder} held")
+    run.accelerator.wait_for_everyone()
+    assert sorted(path.name for path in Path(f"{folder} held").glob("commopt-*")) == [
+        f"commopt-gradients-0-rank-0000{r}.pt" for r in range(2)
+    ]
     with pytest.raises(ValueError, match="prepare\\(\\) has not given this Tied"):
         compress_gradients(Accelerator(cpu=True), Tied(), Int4())
     resumed = Compressed()

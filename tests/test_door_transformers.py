@@ -18,6 +18,7 @@ from worlds import on_processes, params_of, same_bits, tensors_in
 
 from commopt import DiLoCo, LocalSGD, Mixed, OneBitAdam, sort_parameters
 from commopt.compress import Int4
+from commopt.gradients.handle import handles_of
 
 pytest.importorskip("accelerate")
 
@@ -257,6 +258,7 @@ def compressed(folder):
 
     first, whole = run([CompressGradients(Int4())])
     second, resumed = run([mine := CompressGradients(Int4())], resume=f"{folder}/checkpoint-8")
+    handles = len(handles_of(list(second.model.parameters())))
     states = sorted(path.name for path in Path(folder, "checkpoint-8").glob("commopt-*"))
     torch.distributed.barrier()
     for path in Path(folder, "checkpoint-8").glob("commopt-*"):
@@ -276,7 +278,7 @@ def compressed(folder):
         "said": said,
         "exact": exact[10],
         "history": [entry for entry in first.state.log_history if "loss" in entry],
-        "left": [mine.handle, [name for name in vars(second) if name == "_save_optimizer_and_scheduler"]],
+        "left": [mine.handle, handles, [name for name in vars(second) if name == "_save_optimizer_and_scheduler"]],
     }
 
 
@@ -403,7 +405,7 @@ def test_any_optimizer_trains_on_compressed_means_and_resumes_to_the_bit(ranks):
         assert seen["same"] == [True, True]
         assert seen["saved"] == [f"commopt-gradients-0-rank-0000{r}.pt" for r in range(2)]
         assert not seen["without"]  # residuals that begin at 0
-        assert seen["left"] == [None, []]
+        assert seen["left"] == [None, 0, []]
     mine, other = (rank["compressed"] for rank in ranks)
     assert same_bits(mine["params"], other["params"])
     assert [text for text in mine["said"] if "there are none; they begin at 0" in text]
