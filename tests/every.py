@@ -69,6 +69,9 @@ WITH_VARIANTS: dict[str, Callable[..., Any]] = {
     "OneBitAdam warming up by 4 bits": lambda params, **settings: commopt.OneBitAdam(
         params, freeze_step=1000, warmup_compressor=Int4(16), **settings
     ),
+    "ZeroOneAdam refreshing by 4 bits": lambda params, **settings: commopt.ZeroOneAdam(
+        params, **{**settings, "variance": VariancePolicy(1000), "refresh_compressor": Int4(16)}
+    ),
     "OneBitAdam overlapping": lambda params, **settings: EVERY["OneBitAdam"](params, overlap=True, **settings),
     "QSparseLocalSGD, blocks": lambda params, **settings: EVERY["QSparseLocalSGD"](
         params, compressor=RandomBlocks(2, 8), **settings

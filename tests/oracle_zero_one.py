@@ -42,14 +42,15 @@ class ZeroOneAdamOracle:
         coupled: wd x_i is a part of every rank's gradient.
         least: of the mean of its block, what an element of v is at least when it has moved; 0 in the paper.
         corrects: whether m and v are corrected for their start.
+        lossy_refresh: (1 - b1) g is compressed at T_v, without the residuals, which what is lost is added to.
     """
 
     def __init__(
         self, x: list[float], ranks: int, exact: set[int], sync: set[int], *, b1: float, b2: float, eps: float,
         wd: float, row_multiple: int, block: int | None, norm: str | None, per_node: int = 1,
-        coupled: bool = False, least: float = 0.01, corrects: bool = True,
+        coupled: bool = False, least: float = 0.01, corrects: bool = True, lossy_refresh: bool = False,
     ) -> None:  # fmt: skip
-        self.least, self.moved, self.corrects = least, False, corrects
+        self.least, self.moved, self.corrects, self.lossy_refresh = least, False, corrects, lossy_refresh
         self.size, self.ranks, self.per_node = len(x), ranks, per_node
         self.exact, self.sync = exact, sync
         self.row = -(-len(x) // (ranks * row_multiple)) * row_multiple
@@ -129,15 +130,38 @@ class ZeroOneAdamOracle:
 
     def _exact(self, grads: list[list[float]], lr: float, here: list[int]) -> None:
         m = self.m[0]
+        means = [sum(column) / self.ranks for column in zip(*grads)]
+        if self.lossy_refresh:
+            shares = [[(1 - self.b1) * g for g in gs] for gs in grads]
+            means = [q / (1 - self.b1) for q in self._lossy_mean(shares, here)]
         for j in here:
             self.steps[j] += 1
             self.refreshed[j] += 1
-            g = sum(grad[j] for grad in grads) / self.ranks + self.pull * self.anchor[j]
+            g = means[j] + self.pull * self.anchor[j]
             m[j] = self.b1 * m[j] + (1 - self.b1) * g
             self.v[j] = self.b2 * self.v[j] + (1 - self.b2) * g * g
             c = lr / (1 - self.b1 ** self.steps[j] if self.corrects else 1)
             self.anchor[j] = self.anchor[j] * (1 - lr * self.wd) - c * m[j] / self._d(j)
         self._begin()
+
+    def _lossy_mean(self, zs: list[list[float]], here: list[int]) -> list[float]:
+        """The mean of the ``zs`` of all ranks, compressed both ways; the residuals have what is lost."""
+        active = [j in set(here) for j in range(len(self.v))]
+        mean = [0.0] * len(self.v)
+        for i, errors in enumerate(self.worker):
+            node = [sum(column) / self.per_node for column in zip(*zs[i * self.per_node : (i + 1) * self.per_node])]
+            for r in range(self.ranks):
+                row = slice(r * self.row, (r + 1) * self.row)
+                for j, q in zip(range(row.start, row.stop), self._send(node[row], active[row])):
+                    mean[j] += q / len(self.worker)
+                    errors[j] += (node[j] - q) / self.owed if active[j] else 0.0
+        for r, errors in enumerate(self.server):
+            row = slice(r * self.row, (r + 1) * self.row)
+            sent = self._send(mean[row], active[row])
+            for k, q in enumerate(sent):
+                errors[k] += (mean[row][k] - q) / self.owed if active[row][k] else 0.0
+            mean[row] = sent
+        return mean
 
     def _begin(self) -> None:
         """All ranks are where rank 0 is."""

@@ -110,14 +110,14 @@ def test_every_step_is_that_of_the_algorithm_on_lists(
     """On every rank, between rounds too, with lr that changes and is 0 from one round to the next. "some" parameters
     come and go, or one is "frozen", from within an interval into the middle of another; the other policy has rounds one
     after another, too. After the steps that are "ends" all synchronize(), which ends an interval before its round. Half
-    of the cases have no bias correction."""
-    corrects = decoupled == (absent != "some")
+    of the cases have no bias correction, and half compress their refreshes."""
+    corrects, lossy = decoupled == (absent != "some"), decoupled == (ends == ())
     steps, order = 34, list(reversed(range(len(SIZES))))  # how a bucket packs
     refreshed, met = refreshes(2, 8), rounds(8, sync.first, sync.double_every, sync.longest, steps)
     oracle = ZeroOneAdamOracle(
         flat([leaves()[i] for i in order]), world_size, refreshed, met, b1=0.9, b2=0.98,
         eps=1e-6, wd=0.05, row_multiple=ROW_MULTIPLE, block=block, norm=norm, per_node=per_node,
-        coupled=not decoupled, corrects=corrects,
+        coupled=not decoupled, corrects=corrects, lossy_refresh=lossy,
     )  # fmt: skip
     expected = []
 
@@ -141,6 +141,7 @@ def test_every_step_is_that_of_the_algorithm_on_lists(
         optimizer = ZeroOneAdam(
             mine, betas=(0.9, 0.98), weight_decay=0.05, eps=1e-6, variance=VARIANCE, sync=sync, compressor=compressor,
             decoupled_weight_decay=decoupled, bias_correction=corrects,
+            refresh_compressor=compressor if lossy else None,
             backend=backend.nodes(per_node) if per_node > 1 else backend,
         )  # fmt: skip
         history = []

@@ -7,6 +7,7 @@ where a fused operator makes them faster.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -295,3 +296,9 @@ class Compressor(ABC):
         row = error.unsqueeze(0)
         out = row if new_error is error else new_error.unsqueeze(0)
         self.compress_with_feedback(mean.unsqueeze(0), row, own.unsqueeze(0), mask, out)
+
+
+def common_multiple(*compressors: Compressor | None) -> int | None:
+    """``chunk_multiple`` of rows that each of ``compressors`` compresses, None being none."""
+    multiples = [c.chunk_multiple for c in compressors if c is not None]
+    return None if None in multiples else math.lcm(*(multiple for multiple in multiples if multiple is not None))

@@ -55,6 +55,15 @@ class Feedback:
         server = torch.zeros(numel // world_size, dtype=dtype, device=device)
         return cls(worker, server, double_buffered, serves)
 
+    def emptied(self) -> Feedback:
+        """Residuals of as many elements, of a compression that neither has these nor changes them."""
+        return Feedback(torch.zeros_like(self.worker), torch.zeros_like(self.server), serves=self.serves)
+
+    def add(self, other: Feedback, share: float) -> None:
+        """Adds ``share`` of the residuals of another compression of the same buffer."""
+        self.worker.add_(other.worker, alpha=share)
+        self.server.add_(other.server, alpha=share)
+
     @property
     def next_worker(self) -> Tensor:
         """Destination of the worker's residual of the compression under way."""

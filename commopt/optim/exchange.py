@@ -40,19 +40,28 @@ from commopt.optim.state_bucket import StateBucket
 
 
 def averaged_gradients(
-    bucket: StateBucket, ctx: StepContext, compressor: Compressor | None = None, beta: float = 0.0
+    bucket: StateBucket,
+    ctx: StepContext,
+    compressor: Compressor | None = None,
+    beta: float = 0.0,
+    apart: float | None = None,
 ) -> Generator[Work, None, list[Tensor]]:
     """The means of the gradients of the parameters that move, in the dtype of the state.
 
     They are exact or, with a ``compressor``, compressed both ways: what is sent is (1-b) g_i + residual, the share that
-    they have in a momentum of decay b, so that the residuals are those of the momentum later on.
+    they have in a momentum of decay b, so that the residuals are those of the momentum later on. With ``apart`` it is
+    (1-b) g_i alone, for where the residuals are already of momenta, beside which a gradient's share is small; what is
+    lost of it is added to them, times ``apart``.
 
     All ranks take the step when it returns. Masks are for a variance that stands, so there are none from then on.
     """
     if compressor is not None and bucket.feedback is not None:
         bucket.active = None  # that of a variance that stood
         g_i = yield from _local(bucket, bucket["exp_avg"], 0.0, 1 - beta, ctx)
-        mean = yield from compressed_mean_of(g_i, bucket, compressor, ctx, variance_moves=True)
+        feedback = bucket.feedback if apart is None else bucket.feedback.emptied()
+        mean = yield from compressed_mean_of(g_i, bucket, compressor, ctx, feedback=feedback, variance_moves=True)
+        if apart is not None:
+            bucket.feedback.add(feedback, apart)
         bucket.active = None
         views = bucket.views(mean.values().div_(1 - beta))
         return [views[i] for i in ctx.moving(bucket)]
@@ -107,6 +116,7 @@ def compressed_mean_of(
     *,
     scaling: Tensor | None = None,
     absent: Sequence[int] | None = None,
+    feedback: Feedback | None = None,
     variance_moves: bool = False,
 ) -> Generator[Work, None, Received]:
     """The mean over the ranks of ``local`` + residual, compressed, and the residuals of that.
@@ -122,9 +132,10 @@ def compressed_mean_of(
         scaling: a factor k > 0 of each element, (padded,): k (``local`` + residual) is compressed, what comes back is
             divided by k, and so are the residuals.
         absent: indices of the parameters that take no part, ascending; None: those without a gradient on any rank.
+        feedback: residuals in the place of the bucket's.
         variance_moves: elements take part whose variance is 0, too.
     """
-    feedback = bucket.feedback
+    feedback = feedback or bucket.feedback
     assert feedback is not None
     runs = absent_runs(bucket, ctx.absent(bucket) if absent is None else absent)
     active = without(padding_mask(bucket) if variance_moves else active_mask(bucket), runs)

@@ -179,6 +179,7 @@ class FrozenVariance:
         corrects_bias: whether v is used over 1 - b2^t.
         measures_updates: whether it looks at b, too.
         sent_by: what gradients are sent by while v moves; None if they are exact.
+        kept_back: gradients of an element that add up before it sends them, where v is 0; 1 without error feedback.
     """
 
     def __init__(
@@ -187,8 +188,9 @@ class FrozenVariance:
         corrects_bias: bool = True,
         measures_updates: bool = False,
         sent_by: Compressor | None = None,
+        kept_back: float = unmoved.KEPT_BACK,
     ) -> None:
-        self.words, self.sent_by = words, sent_by
+        self.words, self.sent_by, self.kept_back = words, sent_by, kept_back
         self.corrects_bias, self.measures_updates = corrects_bias, measures_updates
         self.looked: list[dict[str, Any]] = []  # groups, in this step
         self.at_length = False
@@ -208,7 +210,7 @@ class FrozenVariance:
             self.unmoved = []
             return math.nan
         buckets = optimizer.compressed_buckets(self.looked)
-        self.unmoved = [] if self.at_length else unmoved_of(buckets, unscale, self.sent_by)
+        self.unmoved = [] if self.at_length else unmoved_of(buckets, unscale, self.sent_by, self.kept_back)
         return length(buckets) if self.at_length else growth(buckets, unscale)
 
     def unmoved_kinds(self) -> int:
@@ -320,7 +322,7 @@ def growth(watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float) 
 
 
 def unmoved_of(
-    watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float, sent_by: Compressor | None
+    watched: Sequence[tuple[StateBucket, dict[str, Any]]], scale: float, sent_by: Compressor | None, kept_back: float
 ) -> list[tuple[Tensor, bool]]:
     """Parameters of what is ``watched`` that have gradients of this rank which move nothing, as v is 0, each with
     :func:`may_help` of its group; see :func:`commopt.optim.unmoved.unmoved`."""
@@ -331,7 +333,7 @@ def unmoved_of(
             for bucket, group in watched
             if float(group["lr"]) != 0 and may_help(group) == helps
             for share in unmoved.unmoved(
-                bucket, _standing(bucket, group["betas"][1]).with_zeros, scale, goes_back(group), sent_by
+                bucket, _standing(bucket, group["betas"][1]).with_zeros, scale, goes_back(group), sent_by, kept_back
             )
         ]
         found += [(p, helps) for p in unmoved.enough(shares)]

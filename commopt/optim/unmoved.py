@@ -7,7 +7,8 @@ where gradients have outgrown it, or a warning names the tensor.
 
 Where a warm-up was compressed by a scale for each block, an element whose gradient is very small beside those that it
 shares a scale with has never been sent, and v stays 0 whatever is done: there only those count that the compressor
-would send if they were ``KEPT_BACK`` times as large, which is what error feedback adds up to in a warm-up. And what is
+would send if they were ``KEPT_BACK`` times as large, which is what error feedback adds up to in a warm-up (the
+refreshes of 0/1 Adam have none). And what is
 so at the first look after a group went back for it is not late, whatever it is (gradients that cancel among the ranks):
 the log says so, and nothing is done about it until the variance stands anew.
 """
@@ -45,7 +46,12 @@ LEAST = 1e-15
 
 
 def unmoved(
-    bucket: StateBucket, with_zeros: Sequence[int], scale: float, of_parameters: bool, sent_by: Compressor | None = None
+    bucket: StateBucket,
+    with_zeros: Sequence[int],
+    scale: float,
+    of_parameters: bool,
+    sent_by: Compressor | None = None,
+    kept_back: float = KEPT_BACK,
 ) -> list[tuple[Tensor, Tensor]]:
     """The parameters of ``bucket`` that have gradients of this rank where v is 0, each with the share of its elements,
     0-d. Gradients are to be multiplied by ``scale``.
@@ -54,9 +60,12 @@ def unmoved(
         with_zeros: the indices of those in whose v there are zeros; others are not looked at.
         of_parameters: whether those count that have had no gradient at all.
         sent_by: what the gradients of the warm-up are sent by; None if they are exact.
+        kept_back: gradients of an element that add up before that sends them.
     """
     variances, counts = bucket.tensors("exp_avg_sq"), bucket.numbers["variance_step"].tolist()
-    sent = bucket.views(_as_sent(bucket, scale, sent_by)) if with_zeros and isinstance(sent_by, Scaled) else None
+    sent = None
+    if with_zeros and isinstance(sent_by, Scaled):
+        sent = bucket.views(_as_sent(bucket, scale, sent_by, kept_back))
     found = []
     for i in with_zeros:
         g, v = bucket.gradient(i), variances[i]
@@ -68,11 +77,11 @@ def unmoved(
     return found
 
 
-def _as_sent(bucket: StateBucket, scale: float, compressor: Compressor) -> Tensor:
-    """What ``compressor`` makes of this rank's gradients of ``bucket``, (padded,), after ``KEPT_BACK`` of those where v
+def _as_sent(bucket: StateBucket, scale: float, compressor: Compressor, kept_back: float) -> Tensor:
+    """What ``compressor`` makes of this rank's gradients of ``bucket``, (padded,), after ``kept_back`` of those where v
     is 0."""
     flat = bucket.pack_gradients(scale)
-    torch.where(bucket["exp_avg_sq"] == 0, flat * KEPT_BACK, flat, out=flat)
+    torch.where(bucket["exp_avg_sq"] == 0, flat * kept_back, flat, out=flat)
     flat = flat.view(1, -1)
     payload = flat.new_empty(1, compressor.nbytes(flat.shape[1], flat.dtype), dtype=torch.uint8)
     compressor.compress(flat, payload)

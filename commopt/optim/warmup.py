@@ -13,7 +13,6 @@ too early as well, they go back for the rest of the run. Groups of the same age 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from commopt.comm import Work
 from commopt.compress import Compressor
+from commopt.compress.compressor import common_multiple
 from commopt.optim import floor, settling, thaw
 from commopt.optim.agreement import StepDecision
 from commopt.optim.base import CommOptimizer
@@ -77,8 +77,7 @@ class WarmupOptimizer(CommOptimizer):
         return {**super().settings(), "warmup_compressor": self.warmup_compressor}
 
     def chunk_multiple(self) -> int | None:
-        both = [c.chunk_multiple for c in (self.compressor, self.warmup_compressor) if c is not None]
-        return None if None in both else math.lcm(*(multiple for multiple in both if multiple is not None))
+        return common_multiple(self.compressor, self.warmup_compressor)
 
     def wants_average(self, group: dict[str, Any]) -> bool:
         return super().wants_average(group) and (self.warmup_compressor is None or self.topology.nodes == 1)

@@ -32,6 +32,9 @@ Where this differs from the paper and its usual implementation:
   keeps the correction of the first step, so that one number G serves all elements.
 * Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m. Coupled
   decay is a part of the gradient, g_i + wd x_i, in all three.
+* A ``refresh_compressor`` compresses the gradients at T_v, (1-b1) g_i without the residuals: these are of momenta, and
+  would be most of g. What is lost is added to them, in momentum's units, so that the next round makes up for it. v is
+  that of what was sent. (In full precision in the paper.)
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
 * ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. Where that was
   too early, T_v begins anew (:mod:`commopt.optim.thaw`): its distances are counted from there, and until it ends there
@@ -66,6 +69,7 @@ from torch import Tensor
 from commopt import ops
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
+from commopt.compress.compressor import common_multiple
 from commopt.optim import checks, floor, loading, replicas, schedule, settling
 from commopt.optim.agreement import StepDecision
 from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
@@ -130,6 +134,8 @@ class ZeroOneAdam(CommOptimizer):
         min_variance: c in [0, 1): of the mean of its block, what an element's variance is at least, unless it
             is 0 (:mod:`commopt.optim.floor`). 0 is the paper's, and loses runs.
         compressor: what is sent at T_u; ``Sign()`` if None.
+        refresh_compressor: what gradients are sent by at T_v, such as ``Int8()`` or ``Int4()``; None for full
+            precision. Takes the memory of the residuals once more while it sends.
         max_grad_norm: clip to this norm, > 0, or None. The norm is sqrt(mean_i ||g_i||^2), as in ``OneBitAdam``; in a
             local step, ||g_i|| of this rank.
         bucket_mb: MB (2**20 bytes) of float32 per bucket, > 0; None for an 8th of the group, 1 to 25 (GPU: to 100).
@@ -150,6 +156,8 @@ class ZeroOneAdam(CommOptimizer):
         ValueError: on every rank, for an argument out of range on any of them, or if ranks differ in parameters or
             settings.
     """
+
+    _SETTINGS = (*CommOptimizer._SETTINGS, "refresh_compressor")
 
     step_counters = (*CommOptimizer.step_counters, "interval_step")
     scalars: Mapping[str, float] = {**settling.SCALARS, "missed_at": 0.0}  # step of a gradient before any refresh
@@ -174,6 +182,7 @@ class ZeroOneAdam(CommOptimizer):
         thaw: Literal["auto", "always", "never"] = "auto",
         min_variance: float = floor.LEAST,
         compressor: Compressor | None = None,
+        refresh_compressor: Compressor | None = None,
         max_grad_norm: float | None = None,
         bucket_mb: float | None = None,
         overlap: bool = False,
@@ -202,6 +211,7 @@ class ZeroOneAdam(CommOptimizer):
             "residual_steps": 0,  # of the interval in whose mean residuals were left; 0 if that is not known
             "residual_interval": 0,  # steps of that for whose mean they are weighed, at least as many
         }
+        self.refresh_compressor = refresh_compressor
         super().__init__(
             params,
             {**defaults, **schedule.numbers_of("variance", variance), **schedule.numbers_of("sync", sync)},
@@ -215,6 +225,17 @@ class ZeroOneAdam(CommOptimizer):
             backend=backend,
             torch_options=torch_options,
         )
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        if self.refresh_compressor is not None:
+            checks.check_compressor(self.refresh_compressor, "refresh_compressor")
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "refresh_compressor": self.refresh_compressor}
+
+    def chunk_multiple(self) -> int | None:
+        return common_multiple(self.compressor, self.refresh_compressor)
 
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_lr(group["lr"])
@@ -239,7 +260,9 @@ class ZeroOneAdam(CommOptimizer):
 
     def _restart(self) -> None:
         super()._restart()
-        self._frozen = FrozenVariance(WORDS)
+        back = WORDS.back.replace("in full precision", f"by {self.refresh_compressor}")
+        words = WORDS if self.refresh_compressor is None else WORDS._replace(back=back)
+        self._frozen = FrozenVariance(words, sent_by=self.refresh_compressor, kept_back=1.0)
         self._parted = False
         self._run |= {"waiting": False, "waited": 0, "enough": 1}  # for a variance to settle
         if self.topology.rank == 0:
@@ -269,7 +292,7 @@ class ZeroOneAdam(CommOptimizer):
         return "frozen" if schedule.variance_of(group).has_stopped(group["step"] + 1) else "refreshing"
 
     def wants_average(self, group: dict[str, Any]) -> bool:
-        return self.kind_of(group) == "exact"
+        return self.kind_of(group) == "exact" and (self.refresh_compressor is None or self.topology.nodes == 1)
 
     def is_local(self, group: dict[str, Any]) -> bool:
         return self.kind_of(group) == "local"
@@ -319,6 +342,8 @@ class ZeroOneAdam(CommOptimizer):
         for group in self.param_groups:
             if kinds[id(group)] == "compressed":
                 group.update(residual_steps=intervals[id(group)], residual_interval=intervals[id(group)])
+            elif kinds[id(group)] == "exact" and self.refresh_compressor is not None and not group["residual_steps"]:
+                group.update(residual_steps=1, residual_interval=1)
             if kinds[id(group)] != "local":
                 self._weigh_residuals(group)
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
@@ -379,7 +404,8 @@ class ZeroOneAdam(CommOptimizer):
 
     def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_v, and every step of what one rank alone holds: Adam on the mean gradient."""
-        g = yield from averaged_gradients(bucket, ctx)  # g = mean_i g_i, in full precision
+        apart = 1 / max(1, group["residual_interval"])
+        g = yield from averaged_gradients(bucket, ctx, self.refresh_compressor, group["betas"][0], apart)  # mean_i g_i
         moving = ctx.moving(bucket)
         step = group["step"] + 1
         wanted = settling.counts(group["variance_stop"], step) or schedule.is_end_of_first(group, step)
