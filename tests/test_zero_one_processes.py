@@ -11,6 +11,7 @@ from worlds import Used, on_processes, params_of, same_bits, tensors_in, tokens
 from zero_one import kind, make
 
 import commopt
+from commopt.compress import Int8
 
 
 def scene(rank: int, world_size: int, ddp: bool, **settings: Any) -> dict[str, Any]:
@@ -77,6 +78,8 @@ def main(rank: int, world_size: int) -> dict[str, Any]:
         out["attached"] = scene(rank, world_size, True)
     out["overlapped"] = scene(rank, world_size, False, overlap=True)
     out["both"] = scene(rank, world_size, True, overlap=True)
+    out["bare, by 8 bits"] = scene(rank, world_size, False, refresh_compressor=Int8(16))
+    out["attached, by 8 bits"] = scene(rank, world_size, True, overlap=True, refresh_compressor=Int8(16))
     out["overflowed"] = {
         way: overflowing(rank, world_size, **way._asdict())
         for way in (Way(False, False), Way(True, False), Way(True, True), Way(True, False, stop=3), Way(True, True, 3))
@@ -86,7 +89,7 @@ def main(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_over_gloo_all_ways_give_the_same_and_local_steps_are_silent():
     results = on_processes(2, main)
-    for way in ("bare", "attached", "overlapped", "both"):
+    for way in ("bare", "attached", "overlapped", "both", "bare, by 8 bits", "attached, by 8 bits"):
         a, b = (r[way] for r in results)
         assert len(a["met"]) > 10
         assert all(same_bits(x, y) for x, y in zip(a["met"], b["met"])), way
@@ -97,6 +100,7 @@ def test_over_gloo_all_ways_give_the_same_and_local_steps_are_silent():
         assert same_bits(r["bare"]["end"], r["overlapped"]["end"])
         assert same_bits(r["bare"]["state"], r["overlapped"]["state"])
         assert same_bits(r["attached"]["end"], r["both"]["end"])
+        assert same_bits(r["bare, by 8 bits"]["end"], r["attached, by 8 bits"]["end"])  # DDP averages nothing
         for p, q in zip(r["bare"]["end"], r["attached"]["end"]):  # DDP's buckets sum in another order
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
     assert sum("evaluated between two rounds" in line for line in results[0]["log"]) == 1
