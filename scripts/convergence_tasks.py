@@ -107,6 +107,13 @@ def adam_family(
             {"name": "OneBitAdam", **adam, "args": {**one_bit, "warmup_compressor": {"name": "Int8"}}}, "AdamW"
         ),
         "ZeroOneAdam": Method({"name": "ZeroOneAdam", **adam, "args": {**betas, **rounds}}, "AdamW"),
+        **{
+            f"ZeroOneAdam + {name} refreshes": Method(
+                {"name": "ZeroOneAdam", **adam, "args": {**betas, **rounds, "refresh_compressor": {"name": name}}},
+                "AdamW",
+            )
+            for name in ("Int8", "Int4")
+        },
         "Lamb": Method({"name": "Lamb", **lamb, "args": betas}),
         "Lans": Method(lans),
         "CLAN": Method(lans, "Lans", NOISY, {"compress": {"name": "Sign", "args": {"norm": "l1"}}}),

@@ -61,6 +61,9 @@ SIGN_STEP = 2e-3
 LIONS = 0.2
 """Of Adam's learning rate, and its inverse of the weight decay: Lion's steps are signs, see scripts/tuned.py."""
 
+HALF = {"variance": {"kappa": 16, "stop": Share(0.5)}}
+"""Of 0/1 Adam: refreshes for as long as they bring something, where they cost little."""
+
 ADAMW = {"name": "AdamW", **ADAM, "args": SLOW}
 ROUNDS = {
     "variance": {"kappa": 16, "stop": FREEZE},
@@ -169,6 +172,24 @@ METHODS: dict[str, Method] = {
         own("ZeroOneAdam", ADAM, {**SLOW, "variance": {"kappa": 16, "stop": FREEZE}}),
         "the paper's kappa; the class's own sync",
         0.15,
+    ),
+    "zero_one_adam_int4": Method(
+        "ZeroOneAdam, refreshes by Int4, no local steps",
+        own("ZeroOneAdam", ADAM, {**SLOW, **HALF, "refresh_compressor": {"name": "Int4"}}),
+        "the paper's kappa, up to half of the steps; the class's own sync",
+        0.07,
+    ),
+    "zero_one_adam_int8": Method(
+        "ZeroOneAdam, refreshes by Int8, no local steps",
+        own("ZeroOneAdam", ADAM, {**SLOW, **HALF, "refresh_compressor": {"name": "Int8"}}),
+        "as above",
+        0.09,
+    ),
+    "zero_one_adam_half": Method(
+        "ZeroOneAdam, refreshes in half of the steps, no local steps",
+        own("ZeroOneAdam", ADAM, {**SLOW, **HALF}),
+        "as above",
+        0.2,
     ),
     "zero_one_adam_rare": Method(
         "ZeroOneAdam, rare refreshes, no local steps",
