@@ -124,16 +124,35 @@ def test_a_save_over_fewer_ranks_leaves_nothing_of_one_over_more(tmp_path):
     assert [path.name[-8:] for path in sorted(tmp_path.iterdir())] == ["00000.pt", "00001.pt"]
 
 
-def test_files_of_several_saves_are_refused(tmp_path):
+@pytest.mark.parametrize("other", [2, 3])
+def test_what_ranks_have_of_several_saves_is_refused(other, tmp_path):
     saved_by(2, tmp_path / "two", Int4())
-    saved_by(3, tmp_path / "three", Int4())
+    saved_by(other, tmp_path / "other", Int4())
 
     def rank(backend):
         handle = compress_gradients(model(), Int4(), backend=backend)
-        with pytest.raises(ValueError, match=r"ranks have found those of \[2, 3\] ranks, of several saves"):
-            residuals.load(handle, tmp_path / ("two" if backend.rank == 0 else "three"))
+        with pytest.raises(ValueError, match="ranks have found those of several saves: one was interrupted"):
+            residuals.load(handle, tmp_path / ("two" if backend.rank == 0 else "other"))
 
     on_threads(2, rank)
+
+
+def test_a_folder_that_has_files_of_several_saves_is_refused(tmp_path):
+    """The second save was over before its other rank had written."""
+    saved_by(2, tmp_path, Int4())
+    saved_by(2, tmp_path / "later", Int4())
+    name = "commopt-gradients-0-rank-00000.pt"
+    shutil.copy(tmp_path / "later" / name, tmp_path / name)
+
+    def rank(backend):
+        handle = compress_gradients(model(), Int4(), backend=backend)
+        with pytest.raises(
+            ValueError, match="the residuals of several saves" if backend.world_size == 3 else "those of"
+        ):
+            residuals.load(handle, tmp_path)
+
+    on_threads(2, rank)
+    on_threads(3, rank)
 
 
 def test_a_file_that_was_written_in_part_is_named(tmp_path):
