@@ -179,6 +179,15 @@ METHODS: dict[str, Method] = {
         "the paper's kappa, up to half of the steps; the class's own sync",
         0.07,
     ),
+    "zero_one_adam_int4_local": Method(
+        "ZeroOneAdam, refreshes by Int4",
+        own("ZeroOneAdam", ADAM, {
+            **SLOW, **HALF, "refresh_compressor": {"name": "Int4"},
+            "sync": {"first": 1, "double_every": Share(1 / 6), "longest": 4},
+        }),
+        "as above; rounds every 2 and 4 steps in the last two thirds of what is left",
+        0.06,
+    ),
     "zero_one_adam_int8": Method(
         "ZeroOneAdam, refreshes by Int8, no local steps",
         own("ZeroOneAdam", ADAM, {**SLOW, **HALF, "refresh_compressor": {"name": "Int8"}}),
