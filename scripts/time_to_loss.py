@@ -50,6 +50,8 @@ OTHERS = {
     "time_to_loss_slow.json": "With today's `min_variance`, on another machine",
     "time_to_loss_more.json": "Methods that are not above, and with today's `min_variance`",
     "time_to_loss_small.json": "With one sample a host and step, not four: computing is an 11th of DDP's step",
+    "time_to_loss_refreshes.json": "0/1 Adam whose refreshes are compressed",
+    "time_to_loss_refreshes_small.json": "0/1 Adam whose refreshes are compressed, with one sample a host and step",
 }
 """Further figures, beside these, and what is different there."""
 RECIPE = [str(ROOT / "configs" / "gpt_quick.yaml"), "--train.batch_size=8"]

@@ -163,6 +163,8 @@ def test_ranks_with_different_settings(different):
         (SignMomentum, {"sign": RandomSign(1)}),
         (SparseLoCo, {"mean_over": "contributors"}),
         (CSER, {"reset_compressor": RandomBlocks(2)}),
+        (OneBitAdam, {"warmup_compressor": Int8()}),
+        (ZeroOneAdam, {"refresh_compressor": Int8()}),
     ],
     ids=str,
 )
@@ -342,6 +344,11 @@ def test_a_keyword_with_a_letter_wrong(make, name, message):
             lambda p: DiLoCo(p, compressor=PowerSGD(2)),
             ValueError,
             r"commopt.compress_gradients\(model, PowerSGD\(rank=2",
+        ),
+        (
+            lambda p: ZeroOneAdam(p, refresh_compressor="int4"),
+            ValueError,
+            "^refresh_compressor must be a commopt.compress.Compressor such as .*, got 'int4'",
         ),
         (lambda p: CSER(p, compressor=TopK), ValueError, r"got the class TopK: write commopt.compress.TopK\(\)"),
         (
