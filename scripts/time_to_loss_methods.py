@@ -63,6 +63,8 @@ LIONS = 0.2
 
 HALF = {"variance": {"kappa": 16, "stop": Share(0.5)}}
 """Of 0/1 Adam: refreshes for as long as they bring something, where they cost little."""
+FOURTH = {"sync": {"first": 1, "double_every": Share(1 / 6), "longest": 4}}
+"""Of 0/1 Adam: rounds in every second step, and then in every 4th."""
 
 ADAMW = {"name": "AdamW", **ADAM, "args": SLOW}
 ROUNDS = {
@@ -181,11 +183,16 @@ METHODS: dict[str, Method] = {
     ),
     "zero_one_adam_int4_local": Method(
         "ZeroOneAdam, refreshes by Int4",
-        own("ZeroOneAdam", ADAM, {
-            **SLOW, **HALF, "refresh_compressor": {"name": "Int4"},
-            "sync": {"first": 1, "double_every": Share(1 / 6), "longest": 4},
-        }),
+        own("ZeroOneAdam", ADAM, {**SLOW, **HALF, **FOURTH, "refresh_compressor": {"name": "Int4"}}),
         "as above; rounds every 2 and 4 steps in the last two thirds of what is left",
+        0.06,
+    ),
+    "zero_one_adam_int4_floor": Method(
+        "ZeroOneAdam, refreshes by Int4, min_variance=0.3",
+        own("ZeroOneAdam", ADAM, {
+            **SLOW, **HALF, **FOURTH, "refresh_compressor": {"name": "Int4"}, "min_variance": 0.3,
+        }),
+        "as above; what docs/onebit_adam.md advises for very small batches",
         0.06,
     ),
     "zero_one_adam_int8": Method(
