@@ -68,11 +68,12 @@ def rounds(lr: float, weight_decay: float) -> dict[str, Method]:
     }
 
 
+REFRESHES = "ZeroOneAdam + Int8 refreshes", "ZeroOneAdam + Int4 refreshes"
 OF_GPT: dict[str, Method] = {
     name: GPT[name]
     for name in (
         "AdamW", "AdamW + Int4", "AdamW + PowerSGD(4)", "AdamW + ACP(4)", "AdamW + Sign", "AdamW + TopK",
-        "OneBitAdam", "ZeroOneAdam", "Lamb", "OneBitLamb", "OneBitLamb(element)",
+        "OneBitAdam", "ZeroOneAdam", *REFRESHES, "Lamb", "OneBitLamb", "OneBitLamb(element)",
     )
 }  # fmt: skip
 OF_GPT |= {
@@ -101,7 +102,7 @@ ADAMS = (
 OUTER = "SignMomentum(AdamW)", "SlowMo(AdamW)"
 SGDS = "SGD", "CSER(R=4)", "CSER(R=8)", "QSparseLocalSGD", "LocalSGD(SGD)"
 OF_DIGITS = (
-    *ADAMS, *SGDS, *OUTER, "Lans", "CLAN", "AdamW + PowerSGD(4)", "AdamW + ACP(4)", "AdamW + Sign", "AdamW + TopK",
+    *ADAMS, *REFRESHES, *SGDS, *OUTER, "Lans", "CLAN", "AdamW + PowerSGD(4)", "AdamW + ACP(4)", "AdamW + Sign", "AdamW + TopK",
 )  # fmt: skip
 
 
