@@ -102,7 +102,8 @@ ADAMS = (
 OUTER = "SignMomentum(AdamW)", "SlowMo(AdamW)"
 SGDS = "SGD", "CSER(R=4)", "CSER(R=8)", "QSparseLocalSGD", "LocalSGD(SGD)"
 OF_DIGITS = (
-    *ADAMS, *REFRESHES, *SGDS, *OUTER, "Lans", "CLAN", "AdamW + PowerSGD(4)", "AdamW + ACP(4)", "AdamW + Sign", "AdamW + TopK",
+    *ADAMS, *REFRESHES, *SGDS, *OUTER, "Lans", "CLAN",
+    "AdamW + PowerSGD(4)", "AdamW + ACP(4)", "AdamW + Sign", "AdamW + TopK",
 )  # fmt: skip
 
 
