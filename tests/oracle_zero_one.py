@@ -42,7 +42,8 @@ class ZeroOneAdamOracle:
         coupled: wd x_i is a part of every rank's gradient.
         least: of the mean of its block, what an element of v is at least when it has moved; 0 in the paper.
         corrects: whether m and v are corrected for their start.
-        lossy_refresh: (1 - b1) g is compressed at T_v, without the residuals, which what is lost is added to.
+        lossy_refresh: (1 - b1) g is compressed at T_v: with the residuals where the step before was in T_v, too, else
+            without them, and what is lost is added to them.
     """
 
     def __init__(
@@ -150,18 +151,26 @@ class ZeroOneAdamOracle:
         mean = [0.0] * len(self.v)
         for i, errors in enumerate(self.worker):
             node = [sum(column) / self.per_node for column in zip(*zs[i * self.per_node : (i + 1) * self.per_node])]
+            node, kept = self._with(errors, node)
             for r in range(self.ranks):
                 row = slice(r * self.row, (r + 1) * self.row)
                 for j, q in zip(range(row.start, row.stop), self._send(node[row], active[row])):
                     mean[j] += q / len(self.worker)
-                    errors[j] += (node[j] - q) / self.owed if active[j] else 0.0
+                    errors[j] = kept[j] + (node[j] - q) / self.owed if active[j] else errors[j]
         for r, errors in enumerate(self.server):
             row = slice(r * self.row, (r + 1) * self.row)
-            sent = self._send(mean[row], active[row])
+            means, kept = self._with(errors, mean[row])
+            sent = self._send(means, active[row])
             for k, q in enumerate(sent):
-                errors[k] += (mean[row][k] - q) / self.owed if active[row][k] else 0.0
+                errors[k] = kept[k] + (means[k] - q) / self.owed if active[row][k] else errors[k]
             mean[row] = sent
         return mean
+
+    def _with(self, errors: list[float], z: list[float]) -> tuple[list[float], list[float]]:
+        """What is sent of ``z`` at T_v, and what is left of the ``errors`` besides what is lost of that."""
+        if self.t - 1 in self.exact:
+            return [a + b for a, b in zip(z, errors)], [0.0] * len(z)
+        return z, list(errors)
 
     def _begin(self) -> None:
         """All ranks are where rank 0 is."""

@@ -17,7 +17,7 @@ from zero_one import SIZES, SYNC, VARIANCE, fixed_gradients, grad, kind, leaves,
 
 from commopt import OneBitAdam, ZeroOneAdam
 from commopt.bucket import ROW_MULTIPLE
-from commopt.compress import Identity, Sign
+from commopt.compress import Identity, Int4, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
 from commopt.optim.policies import count_steps
 
@@ -466,3 +466,29 @@ def test_the_end_of_a_run_whose_variance_stands_says_nothing(caplog):
     assert on_threads(2, partial(run, variance=VariancePolicy(stop=1000))) == ["refreshing"] * 2  # as it was asked to
     gc.collect()
     assert "not settled" not in caplog.text
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_refreshes_in_a_row_lose_does_not_add_up(anew):
+    """Elements of a 20th of the largest of their block, which 4 bits alone never send; ``anew``: T_v goes on after 16
+    rounds, for a parameter that was missed."""
+
+    def run(backend):
+        big = nn.Parameter(torch.zeros(128))
+        policy = VariancePolicy(1000)
+        optimizer = ZeroOneAdam([big], variance=policy, refresh_compressor=Int4(), backend=backend)
+        group = optimizer.param_groups[0]
+        if anew:
+            group.update(variance_kappa=1, variance_stop=1)
+        for t in range(300):
+            if anew and t == 17:
+                group.update(variance_kappa=1000, variance_stop=1000)
+            big.grad = torch.full((128,), 0.05 * (1 + 0.1 * math.sin(t)))
+            big.grad[0] = 1.0
+            optimizer.step()
+        assert kind(optimizer) == "exact"
+        return float(optimizer.buckets[0].feedback.worker.abs().max()), big.detach()[1:]
+
+    for worst, moved in on_threads(2, run):
+        assert worst < 0.1 / 14  # half of what 4 bits tell apart of 0.1 * 1, with some to spare
+        assert (moved < -0.1).all()

@@ -32,9 +32,10 @@ Where this differs from the paper and its usual implementation:
   keeps the correction of the first step, so that one number G serves all elements.
 * Decoupled weight decay shrinks the anchor, x_a = x_a (1 - lr wd), and is never in u_i: it cannot leak into m. Coupled
   decay is a part of the gradient, g_i + wd x_i, in all three.
-* A ``refresh_compressor`` compresses the gradients at T_v, (1-b1) g_i without the residuals: these are of momenta, and
-  would be most of g. What is lost is added to them, in momentum's units, so that the next round makes up for it. v is
-  that of what was sent. (In full precision in the paper.)
+* A ``refresh_compressor`` compresses the gradients at T_v, (1-b1) g_i. After a round they go without the residuals:
+  these are of momenta, and would be most of g. What is lost is added to them, in momentum's units, so that the next
+  step makes up for it: refreshes that follow a refresh go with the residuals, which would grow without end otherwise.
+  v is that of what was sent. (In full precision in the paper.)
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
 * ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. Where that was
   too early, T_v begins anew (:mod:`commopt.optim.thaw`): its distances are counted from there, and until it ends there
@@ -208,7 +209,7 @@ class ZeroOneAdam(CommOptimizer):
             "local_decay": 1.0,
             "local_betas": betas,  # of the last local step
             "local_eps": eps,
-            "residual_steps": 0,  # of the interval in whose mean residuals were left; 0 if that is not known
+            "residual_steps": 0,  # of the interval in whose mean residuals were left; 0 if of none, but of refreshes
             "residual_interval": 0,  # steps of that for whose mean they are weighed, at least as many
         }
         self.refresh_compressor = refresh_compressor
@@ -342,8 +343,8 @@ class ZeroOneAdam(CommOptimizer):
         for group in self.param_groups:
             if kinds[id(group)] == "compressed":
                 group.update(residual_steps=intervals[id(group)], residual_interval=intervals[id(group)])
-            elif kinds[id(group)] == "exact" and self.refresh_compressor is not None and not group["residual_steps"]:
-                group.update(residual_steps=1, residual_interval=1)
+            elif kinds[id(group)] == "exact" and self.refresh_compressor is not None:
+                self._count_refresh(group)
             if kinds[id(group)] != "local":
                 self._weigh_residuals(group)
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
@@ -377,10 +378,17 @@ class ZeroOneAdam(CommOptimizer):
         else:
             self._end_interval([group])
 
+    def _count_refresh(self, group: dict[str, Any]) -> None:
+        """Where another refresh follows, it sends the residuals."""
+        if self.kind_of(group) == "exact":
+            group.update(residual_steps=0, residual_interval=1)
+        elif not group["residual_interval"]:
+            group["residual_interval"] = 1
+
     def _weigh_residuals(self, group: dict[str, Any]) -> None:
         """Where the interval to the next round is longer than that in which residuals were left, what was lost is less
         of its mean. When that comes depends on whether v stands, so that is found out first."""
-        if not group["residual_steps"]:
+        if not group["residual_interval"]:
             return
         interval = max(group["residual_steps"], schedule.steps_to_next_round(group))
         share, group["residual_interval"] = group["residual_interval"] / interval, interval
@@ -404,7 +412,7 @@ class ZeroOneAdam(CommOptimizer):
 
     def exact(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """t in T_v, and every step of what one rank alone holds: Adam on the mean gradient."""
-        apart = 1 / max(1, group["residual_interval"])
+        apart = 1 / group["residual_interval"] if group["residual_steps"] else None
         g = yield from averaged_gradients(bucket, ctx, self.refresh_compressor, group["betas"][0], apart)  # mean_i g_i
         moving = ctx.moving(bucket)
         step = group["step"] + 1
@@ -487,7 +495,7 @@ class ZeroOneAdam(CommOptimizer):
                         missed[i] = group["step"] + 1
             if self.phase_of(group) == "frozen":
                 late = [p for i, p in enumerate(bucket.params) if p.grad is not None and not k[i]]
-                until, when = until_it_goes_back(group, WORDS), "the last refresh of the variance"
+                until, when = until_it_goes_back(group, self._frozen.words), "the last refresh of the variance"
                 self._diagnostics.too_late(late, self.param_groups, when, until, "starts")
         bucket.increment(("step", "interval_step"), moving)
         return moving
