@@ -8,9 +8,9 @@ where gradients have outgrown it, or a warning names the tensor.
 Where a warm-up was compressed by a scale for each block, an element whose gradient is very small beside those that it
 shares a scale with has never been sent, and v stays 0 whatever is done: there only those count that the compressor
 would send if they were ``KEPT_BACK`` times as large, which is what error feedback adds up to in a warm-up (the
-refreshes of 0/1 Adam have none but where they follow each other, and send it as it is). And what is so at the first look after a group went back for it
-is not late, whatever it is (gradients that cancel among the ranks): the log says so, and nothing is done about it until
-the variance stands anew.
+refreshes of 0/1 Adam have none but where they follow each other, and send it as it is). And what is so at the first
+look after a group went back for it is not late, whatever it is (gradients that cancel among the ranks): the log says
+so, and nothing is done about it until the variance stands anew.
 """
 
 from __future__ import annotations
