@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import commopt
 from commopt.comm import LocalBackend, MeshBackend, TorchBackend
-from commopt.compress import Identity, Sign
+from commopt.compress import Identity, Int4, Sign
 from commopt.sharding import like, settle
 from commopt.sharding import local as piece
 
@@ -143,7 +143,8 @@ SAVED, LATER = 5, 8
 
 
 def lossy(name: str) -> dict[str, Any]:
-    return {"compressor": Sign(16)} if name.startswith(("OneBit", "ZeroOne", "DiLoCo", "QSparse")) else {}
+    refreshes = {"refresh_compressor": Int4(16)} if name == "ZeroOneAdam" else {}
+    return {"compressor": Sign(16), **refreshes} if name.startswith(("OneBit", "ZeroOne", "DiLoCo", "QSparse")) else {}
 
 
 def residuals(optimizer: Any) -> dict[int, list[tuple[str, Any, Tensor]]]:
