@@ -20,9 +20,9 @@ from commopt.ddp_models import ddp_models_around, ddp_models_in
 from commopt.gradients.ddp import CopiedHook, DDPHook
 from commopt.hsdp import has_replicas
 from commopt.hsdp_attachment import average_over_replicas
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.wrapped import Attach, Obstacle, look_with
 from commopt.sharding import left_dims
+from commopt.state.packed import PackedOptimizer
+from commopt.state.wrapped import Attach, Obstacle, look_with
 
 logger = logging.getLogger("commopt")
 

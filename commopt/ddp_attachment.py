@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from commopt import ops
 from commopt.comm.counting import all_reduce_bytes
 from commopt.gradients.ddp import CopiedHook, joining
-from commopt.optim.base import CommOptimizer
-from commopt.optim.rules import square_norm
 from commopt.outer import OuterOptimizer
+from commopt.state.host import square_norm
+from commopt.step.base import CommOptimizer
 
 logger = logging.getLogger("commopt")
 

@@ -11,8 +11,8 @@ from torch import nn
 from commopt.ddp_attachment import Ours, strangers
 from commopt.exchanged import refuse_assign
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
-from commopt.optim import binding
-from commopt.optim.arrival import remove_all
+from commopt.state import binding
+from commopt.step.arrival import remove_all
 
 logger = logging.getLogger("commopt")
 

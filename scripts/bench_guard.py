@@ -40,7 +40,7 @@ def unconfirmed() -> ExitStack:
         return torch.zeros(rows, dtype=torch.int64, device=x.device)
 
     stack.enter_context(mock.patch("commopt.comm.counting.row_sums", no_sums))
-    stack.enter_context(mock.patch("commopt.optim.in_flight.confirm", return_value=None))
+    stack.enter_context(mock.patch("commopt.step.in_flight.confirm", return_value=None))
     return stack
 
 

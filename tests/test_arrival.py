@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from commopt.optim.arrival import Arrivals
+from commopt.step.arrival import Arrivals
 
 
 class Slow:

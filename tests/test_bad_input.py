@@ -32,10 +32,10 @@ from commopt import (
     attach,
     compress_gradients,
 )
+from commopt.agreement import checks
 from commopt.comm import LocalBackend, ThreadWorld
 from commopt.compress import Int8, PowerSGD, RandomBlocks, Sign, TopK
 from commopt.gradients import LoCo
-from commopt.optim import checks
 from commopt.outer import RandomSign
 
 BAD_ARGUMENTS = [

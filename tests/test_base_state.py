@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits, through_a_file, train
 
 from commopt import Guard, LocalSGD, Mixed, OneBitAdam, SparseLoCo
+from commopt.agreement.calls import StepRefused
 from commopt.comm import CONFIRMATION_BYTES, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity
 from commopt.optim import join_state_dict, split_state_dict
-from commopt.optim.calls import StepRefused
 from commopt.outer.rounds import ROUND_BYTES
 
 PERIODS = {"exp_avg": 1, "exp_avg_sq": 2}

@@ -12,9 +12,9 @@ from torch import nn
 from worlds import on_processes, same_bits
 
 import commopt
+from commopt.agreement import calls
+from commopt.agreement.calls import CallsDiffer
 from commopt.comm import ThreadBackend, ThreadWorld
-from commopt.optim import calls
-from commopt.optim.calls import CallsDiffer
 
 WORLD = 3
 

@@ -15,7 +15,8 @@ from worlds import Toy, backward, on_threads, params_of, same_bits, tensors_in, 
 
 from commopt import DiLoCo, OneBitAdam
 from commopt.comm import LocalBackend, ThreadBackend
-from commopt.optim import consolidate, join_state_dict, split_state_dict
+from commopt.optim import join_state_dict, split_state_dict
+from commopt.state import consolidate
 
 STEPS = 5
 """Compressed phases have begun, and a round of three local steps is under way."""

@@ -28,12 +28,13 @@ from worlds import (
 )
 
 from commopt import CSER, Guard, OneBitAdam, QSparseLocalSGD, attach
+from commopt.agreement.calls import FIELDS
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.comm import CONFIRMATION_BYTES, ThreadBackend, all_reduce_bytes
 from commopt.compress import Identity, RandomBlocks, Sign
-from commopt.optim import ReplicasDiffer, following, join_state_dict, split_state_dict
-from commopt.optim.agreement import AGREEMENT_BYTES
-from commopt.optim.calls import FIELDS
-from commopt.optim.own_tensor import OwnTensor, Place
+from commopt.optim import ReplicasDiffer, join_state_dict, split_state_dict
+from commopt.state import following
+from commopt.state.own_tensor import OwnTensor, Place
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "period": 3}
 VARIANTS: dict[str, Any] = {

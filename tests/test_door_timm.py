@@ -23,8 +23,8 @@ from worlds import on_threads, params_of, same_bits
 
 import commopt
 from commopt.comm import LocalBackend, ThreadBackend
-from commopt.optim.model_buffers import warn_of_copies
 from commopt.outer import OuterOptimizer
+from commopt.state.model_buffers import warn_of_copies
 
 if importlib.util.find_spec("timm") is None:
     pytest.skip("timm is not installed", allow_module_level=True)

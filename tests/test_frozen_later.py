@@ -15,9 +15,9 @@ from torch import nn
 from worlds import Used, backward, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import OneBitAdam
+from commopt.agreement.calls import OutOfStep, StepRefused
 from commopt.comm import LocalBackend
-from commopt.optim import following, packing
-from commopt.optim.calls import OutOfStep, StepRefused
+from commopt.state import following, packing
 
 
 def run_until(name, backend, later):

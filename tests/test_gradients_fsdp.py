@@ -15,12 +15,12 @@ from worlds import needs_fsdp2, same_bits
 
 from commopt.compress import Int4, Int8, PowerSGD, Sign, TopBlocks
 from commopt.gradients import Differences, LoCo
-from commopt.optim.places import put_together
 from commopt.probe.clock import Costs
 from commopt.probe.cut import ON_NODES, WAYS, predict_cut
 from commopt.probe.fit import Line
 from commopt.probe.messages import ON_MACHINES, columns_of, modules_of
 from commopt.probe.model import Model
+from commopt.state.places import put_together
 
 pytestmark = needs_fsdp2
 

@@ -18,13 +18,15 @@ from worlds import Toy, backward, on_processes, on_threads, params_of, same_bits
 
 import commopt
 from commopt import DiLoCo, Guard, LocalSGD, OneBitAdam, Streaming, ZeroOneAdam
+from commopt.agreement import setup
+from commopt.agreement.calls import OutOfStep, StepRefused
+from commopt.agreement.digest import CHUNK, digest
 from commopt.comm import CollectiveError
 from commopt.compress import Int4
-from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy, comparing, setup
-from commopt.optim.calls import OutOfStep, StepRefused
-from commopt.optim.digest import CHUNK, digest
-from commopt.optim.guard import describe_difference, majority
+from commopt.optim import NotFinite, ReplicasDiffer, SyncPolicy, VariancePolicy
 from commopt.outer.flight import Flight
+from commopt.state import comparing
+from commopt.state.guard import describe_difference, majority
 
 # not finite -----------------------------------------------------------------------------------------------------------
 
@@ -434,7 +436,7 @@ def test_another_version_or_instruction_set_is_refused_by_name(fact):
             OneBitAdam(Toy().parameters(), backend=backend)
         assert str(caught.value).startswith(fact)
 
-    with mock.patch("commopt.optim.binding.versions", versions):
+    with mock.patch("commopt.state.binding.versions", versions):
         on_threads(2, run)
 
 

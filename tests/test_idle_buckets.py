@@ -14,7 +14,7 @@ from worlds import all_tensors, on_threads, same_bits, some_grads, tensors_in
 import commopt
 from commopt.compress import ACP, Int4, PowerSGD, Sign, TopBlocks, TopK
 from commopt.optim import VariancePolicy, settling
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
 
 SIZES = [(64, 3), (40,), (300,), (17, 5), (130,), (2, 50)]
 NAMES = [

@@ -13,7 +13,7 @@ import pytest
 
 import commopt
 from commopt import integrations
-from commopt.optim.diagnostics import by_a_door
+from commopt.agreement.diagnostics import by_a_door
 
 ROOMS = [
     "ops",
@@ -24,6 +24,9 @@ ROOMS = [
     "bucket",
     "compress",
     "comm",
+    "agreement",
+    "state",
+    "step",
     "optim",
     "outer",
     "gradients",
@@ -68,7 +71,7 @@ def test_no_room_imports_one_above_it():
 
 
 def test_an_upward_import_would_be_seen():
-    assert imported_rooms("def f():\n    from commopt.optim.base import CommOptimizer") == {"optim"}
+    assert imported_rooms("def f():\n    from commopt.step.base import CommOptimizer") == {"optim"}
     assert imported_rooms("from commopt import ops") == {"ops"}
     assert imported_rooms("import commopt.train.loop as x") == {"train"}
 

@@ -34,7 +34,7 @@ from commopt import (
     attach,
 )
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
-from commopt.optim.lifetime import forget_frames
+from commopt.state.lifetime import forget_frames
 
 
 @pytest.fixture(autouse=True)

@@ -26,11 +26,11 @@ from worlds import (
 from zero_one import SYNC, VARIANCE, fixed_gradients, kind, make, whole
 
 from commopt import Guard, ZeroOneAdam
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CollectiveError, LocalBackend, ThreadWorld
 from commopt.compress import Identity, Sign
 from commopt.optim import SyncPolicy, VariancePolicy, join_state_dict, split_state_dict
-from commopt.optim.agreement import AGREEMENT_BYTES
 
 LOCAL, ROUND, EXACT = 20, 23, 3
 """Steps, counted from 0: after those before them, the next is local (the first of 3), a round after 3, or exact."""

@@ -16,9 +16,9 @@ from member_world import Died, Rendezvous, averaging, give_grads, go, numbers, r
 from worlds import needs_connections
 
 from commopt import DiLoCo, Guard, LocalSGD, Members
+from commopt.agreement.calls import StepRefused
 from commopt.comm import CollectiveError, LocalBackend, MessageDamaged, given_up
 from commopt.comm.store import StoreClient, StoreLost
-from commopt.optim.calls import StepRefused
 from commopt.outer import CutOff, LeftOut, NotEnoughMembers
 from commopt.outer.roster import Roster
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from worlds import needs_fsdp2, same_bits
 
-from commopt.optim.own_tensor import OwnTensor, Place, boxes
+from commopt.state.own_tensor import OwnTensor, Place, boxes
 
 pytestmark = needs_fsdp2
 

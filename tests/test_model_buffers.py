@@ -19,9 +19,10 @@ from commopt import LocalSGD, OneBitAdam, ZeroOneAdam
 from commopt.comm import ThreadBackend
 from commopt.comm.backend import Done
 from commopt.ddp_models import ddp_models_around
-from commopt.optim import SyncPolicy, VariancePolicy, packed, replicas
-from commopt.optim.model_buffers import _make_same, warn_of_copies
-from commopt.optim.replicas import tell_of_copies
+from commopt.optim import SyncPolicy, VariancePolicy
+from commopt.state import packed, replicas
+from commopt.state.model_buffers import _make_same, warn_of_copies
+from commopt.state.replicas import tell_of_copies
 
 
 class Net(nn.Module):

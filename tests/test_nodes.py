@@ -40,6 +40,7 @@ from worlds import (
 )  # fmt: skip
 
 from commopt import DiLoCo, OneBitAdam, attach, compress_gradients
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import (
     LocalBackend,
@@ -54,7 +55,6 @@ from commopt.comm import (
 )
 from commopt.compress import Identity, Int4, Int8, Sign
 from commopt.optim import ReplicasDiffer, join_state_dict, split_state_dict
-from commopt.optim.agreement import AGREEMENT_BYTES
 
 GRIDS = [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]
 STEPS = 12

@@ -30,9 +30,9 @@ from worlds import (
 )
 
 from commopt import Guard, LocalSGD, OneBitAdam, OneBitLamb, ZeroOneAdam
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.bucket import ROW_MULTIPLE
 from commopt.compress import Compressor, Identity, Int4, Int8, Sign
-from commopt.optim.agreement import AGREEMENT_BYTES
 
 WORLDS = (1, 2, 3, 4)
 

@@ -35,11 +35,11 @@ from worlds import (
 )
 
 from commopt import Guard, Lamb, OneBitLamb, attach
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CollectiveError, ThreadBackend
 from commopt.compress import Compressor, Identity, Sign
 from commopt.optim import join_state_dict, split_state_dict
-from commopt.optim.agreement import AGREEMENT_BYTES
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.9, 0.9), "eps": 1e-5}
 

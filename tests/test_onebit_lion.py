@@ -28,11 +28,11 @@ from worlds import (
 )
 
 from commopt import OneBitAdam, OneBitLion
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import LocalBackend
 from commopt.compress import Compressor, Identity, Int4, Sign, TopK
 from commopt.optim import join_state_dict, split_state_dict
-from commopt.optim.agreement import AGREEMENT_BYTES
 
 SIZES: list[tuple[int, ...]] = [(3, 7), (), (40,), (0, 2), (2, 5)]
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.05}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from worlds import Toy, all_tensors, backward, on_threads, params_of, same_bits, tensors_in, train
 
 from commopt import DiLoCo, Gossip, Guard, LocalSGD, NoLoCo, OneBitAdam, SignMomentum, SlowMo, SparseLoCo, Streaming
+from commopt.agreement.calls import FIELDS
 from commopt.comm import CONFIRMATION_BYTES, CountingBackend, LocalBackend, all_reduce_bytes
 from commopt.compress import Identity, Int8, Sign
 from commopt.optim import NotFinite
-from commopt.optim.calls import FIELDS
 from commopt.outer import RandomSign, RandomSignOrZero
 from commopt.outer.rounds import ROUND_BYTES
 from commopt.outer.signs import uniform

@@ -25,11 +25,12 @@ from commopt import (
     Streaming,
     attach,
 )
+from commopt.agreement.calls import StepRefused
 from commopt.comm import CollectiveError, LocalBackend
 from commopt.compress import Sign
-from commopt.optim import following, join_state_dict, replicas, split_state_dict
-from commopt.optim.calls import StepRefused
+from commopt.optim import join_state_dict, split_state_dict
 from commopt.outer import RandomSign
+from commopt.state import following, replicas
 
 CLASSES = [LocalSGD, SlowMo, DiLoCo, SignMomentum, SparseLoCo]
 EVERY = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)

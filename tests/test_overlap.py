@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensors_in, tokens, train
 
 from commopt import OneBitAdam
+from commopt.agreement.calls import OutOfStep
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.comm import CollectiveError, ThreadBackend, ThreadWorld
 from commopt.compress import Identity, Sign
-from commopt.optim import binding
-from commopt.optim.agreement import AGREEMENT_BYTES
-from commopt.optim.calls import OutOfStep
+from commopt.state import binding
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 1.2e-4}
 STEPS = 9

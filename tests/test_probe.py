@@ -20,10 +20,10 @@ from forks import python
 from probing import Alone, on_ranks
 
 import commopt
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.cli import main
 from commopt.comm import ThreadBackend, ThreadWorld
 from commopt.compress import Sign
-from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.probe.advice import cannot_tell, recommend
 from commopt.probe.clock import Clock, Costs
 from commopt.probe.command import check_place

@@ -35,10 +35,10 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Toy, Used, backward, on_processes, on_threads, params_of, same_bits, tokens, train
 
 from commopt import CSER, LocalSGD, OneBitAdam, OneBitLion, attach, comm, compress_gradients
+from commopt.agreement.calls import OutOfStep
 from commopt.comm import TorchBackend, open_control
 from commopt.comm.torch import timeout_of
 from commopt.compress import Int8
-from commopt.optim.calls import OutOfStep
 
 SETTINGS = {"lr": 1e-2, "freeze_step": 4, "bucket_mb": 3e-4}
 STEPS = 9

@@ -12,7 +12,8 @@ from worlds import Toy, on_threads, params_of, same_bits, tensors_in, through_a_
 from commopt import LocalSGD, OneBitAdam, OneBitLamb
 from commopt.comm import LocalBackend
 from commopt.compress import Sign
-from commopt.optim import join_state_dict, loading, split_state_dict
+from commopt.optim import join_state_dict, split_state_dict
+from commopt.state import loading
 
 
 def make(model, backend, **settings):

@@ -32,8 +32,9 @@ from worlds import (
 from commopt import DiLoCo, Guard, LocalSGD, SignMomentum, SlowMo, SparseLoCo, Streaming
 from commopt.comm import LocalBackend, all_reduce_bytes
 from commopt.compress import Int4, Sign, TopK
-from commopt.optim import NotFinite, ReplicasDiffer, following, join_state_dict, packing, split_state_dict
+from commopt.optim import NotFinite, ReplicasDiffer, join_state_dict, split_state_dict
 from commopt.outer.rounds import ROUND_BYTES, Comparison
+from commopt.state import following, packing
 
 METHODS = {"average": LocalSGD, "slowmo": SlowMo, "diloco": DiLoCo, "sign": SignMomentum, "sparse": SparseLoCo}
 OUTER = {

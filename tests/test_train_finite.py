@@ -183,7 +183,7 @@ def damaged_confirmation(*_: Any) -> None:
 
 
 def run_with_damaged_means(config: Config) -> Any:
-    with mock.patch("commopt.optim.replicas.confirm", damaged_confirmation):
+    with mock.patch("commopt.state.replicas.confirm", damaged_confirmation):
         return run(config)
 
 

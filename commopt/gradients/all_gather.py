@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.agreement.checks import check_compressor
 from commopt.comm import Traffic, wait
 from commopt.compress import Compressor, Int4
 from commopt.gradients.fsdp import Group
 from commopt.gradients.shard_group import ShardGroup
 from commopt.ops.checks import REAL
-from commopt.optim.checks import check_compressor
 
 FAR = 0.1
 """Share of its norm by which a piece may have moved, to be sent as a difference."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commopt.agreement import checks
 from commopt.comm import MeshBackend, NodesBackend, Topology, sends_from
 from commopt.comm.torch import ranks_of
 from commopt.compress import Compressor
@@ -19,9 +20,8 @@ from commopt.gradients.ddp import CopiedHook, DDPHook
 from commopt.gradients.fsdp import Group, Groups, groups_of
 from commopt.gradients.loco import LoCo
 from commopt.gradients.method import OfGradients
-from commopt.optim import checks
-from commopt.optim.wrapped import ddp_may_average
 from commopt.sharding import covers, is_sharded, left_dims
+from commopt.state.wrapped import ddp_may_average
 
 
 def fsdp_groups(model: nn.Module, params: Sequence[Tensor], topology: Topology) -> Groups:

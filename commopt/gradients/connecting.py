@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import ops
+from commopt.agreement.setup import LISTS, THREADS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.comm import (
     Backend,
     MeshBackend,
@@ -50,7 +51,6 @@ from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.gradients.watching import check_interval
 from commopt.hsdp import TakenReplicas, give_back, take_replicas
 from commopt.ops.checks import REAL
-from commopt.optim.setup import LISTS, THREADS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.sharding import is_sharded, local
 
 logger = logging.getLogger("commopt")

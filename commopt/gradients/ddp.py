@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from commopt.agreement.checks import check_gradients
 from commopt.comm import MessageDamaged
 from commopt.gradients.mean import GradientMean, why_unknown
-from commopt.optim.arrival import Arrivals
-from commopt.optim.checks import check_gradients
-from commopt.optim.guard import ReplicasDiffer
+from commopt.state.guard import ReplicasDiffer
+from commopt.step.arrival import Arrivals
 
 
 def joining(model: DistributedDataParallel | None) -> bool:

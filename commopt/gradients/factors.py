@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.gradients.method import Brought
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from commopt.compress import Feedback
 from commopt.gradients.loss_scale import rescale_
-from commopt.optim import saving
-from commopt.optim.own import Origin
-from commopt.optim.places import Saved, places_of
-from commopt.optim.saving import Entries
-from commopt.optim.state_bucket import StateBucket
+from commopt.state import saving
+from commopt.state.own import Origin
+from commopt.state.places import Saved, places_of
+from commopt.state.saving import Entries
+from commopt.state.state_bucket import StateBucket
 
 
 class Flat:

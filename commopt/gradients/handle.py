@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commopt.agreement.checks import check_rank
 from commopt.gradients.ddp import DDPHook
 from commopt.gradients.hooks import ParameterHooks
 from commopt.gradients.mean import GradientMean
@@ -19,10 +20,9 @@ from commopt.gradients.method import OfGradients
 from commopt.gradients.saving import load_residuals, nodes_of, saved_residuals
 from commopt.gradients.sharded import ShardedDoor
 from commopt.hsdp import TakenReplicas, give_back
-from commopt.optim.checks import check_rank
-from commopt.optim.consolidate import gather_parts
-from commopt.optim.state import OF_RANKS
-from commopt.optim.state_bucket import fp32_bytes
+from commopt.state.consolidate import gather_parts
+from commopt.state.split import OF_RANKS
+from commopt.state.state_bucket import fp32_bytes
 
 logger = logging.getLogger("commopt")
 

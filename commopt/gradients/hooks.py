@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from commopt.exchanged import refuse_assign
 from commopt.gradients.mean import OF_HOOKS, GradientMean, why_unknown
-from commopt.optim.arrival import Arrivals, remove_all
 from commopt.sharding import is_sharded, local, settle
+from commopt.step.arrival import Arrivals, remove_all
 
 
 class _End:

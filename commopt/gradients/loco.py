@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.agreement.checks import check_int, check_within
 from commopt.compress import Compressor, Feedback, Int8, Spared
 from commopt.gradients.loss_scale import rescale_
 from commopt.gradients.rows import Rows
-from commopt.optim.checks import check_int, check_within
-from commopt.optim.own import Origin
-from commopt.optim.places import Saved
-from commopt.optim.saving import Entries
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.own import Origin
+from commopt.state.places import Saved
+from commopt.state.saving import Entries
+from commopt.state.state_bucket import StateBucket
 
 MEMORY = Int8()
 """Encoding in which the residual is kept."""

@@ -29,13 +29,13 @@ from commopt.gradients.factors import Exact, Factors, LowRankState
 from commopt.gradients.loss_scale import rescale_
 from commopt.gradients.method import Brought, BucketMean
 from commopt.optim.masks import absent_runs
-from commopt.optim.own import MIXED, Origin
-from commopt.optim.own_tensor import Place
-from commopt.optim.places import Saved
-from commopt.optim.saving import Entries
-from commopt.optim.state import MERGED
-from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import cut, is_sharded
+from commopt.state.own import MIXED, Origin
+from commopt.state.own_tensor import Place
+from commopt.state.places import Saved
+from commopt.state.saving import Entries
+from commopt.state.split import MERGED
+from commopt.state.state_bucket import StateBucket
 
 
 class Thin:

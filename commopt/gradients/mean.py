@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
+from commopt.agreement import checks
 from commopt.bucket import bucket_bytes, partition
 from commopt.comm import (
     STARTED,
@@ -38,11 +39,10 @@ from commopt.comm import (
 from commopt.gradients.loss_scale import LossScale, rescale_
 from commopt.gradients.method import Brought, BucketMean, Method, Part, packed
 from commopt.gradients.watching import ROW_BYTES, MeanWatch
-from commopt.optim import checks
-from commopt.optim.guard import ReplicasDiffer
-from commopt.optim.host import numbers_of
-from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import like, local, settle
+from commopt.state.guard import ReplicasDiffer
+from commopt.state.host import numbers_of
+from commopt.state.state_bucket import StateBucket
 
 FAILED = 2
 """Byte of a rank's row, and more: its backward has failed, when so many more buckets had started."""

@@ -11,10 +11,10 @@ from torch import Tensor
 from commopt.comm import Backend, Channel, Work, compressed_reduce_scatter, reduce_scatter
 from commopt.compress import Compressor, TopBlocks
 from commopt.compress.low_rank import LowRank
-from commopt.optim.own import Origin
-from commopt.optim.places import Saved
-from commopt.optim.saving import Entries
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.own import Origin
+from commopt.state.places import Saved
+from commopt.state.saving import Entries
+from commopt.state.state_bucket import StateBucket
 
 OfGradients = Compressor | LowRank | TopBlocks
 """Compressors that :func:`commopt.compress_gradients` takes."""
@@ -72,7 +72,7 @@ class Method(Protocol):
         """The residuals of this rank, by the number of the parameter, as copies."""
 
     def places(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> Saved:
-        """Places of the residuals in whole parameters: see :mod:`commopt.optim.places`."""
+        """Places of the residuals in whole parameters: see :mod:`commopt.state.places`."""
 
     def common(self, buckets: Sequence[StateBucket], params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
         """State that is the same on all ranks, by the number of the parameter, as copies."""

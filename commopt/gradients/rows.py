@@ -14,7 +14,7 @@ from commopt.gradients.flat import Flat
 from commopt.gradients.method import Brought, BucketMean, packed, part_of_node
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import absent_runs, padding_mask, within, without
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
 
 
 class Rows(Flat):

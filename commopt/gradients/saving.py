@@ -15,15 +15,15 @@ from commopt.comm import MeshBackend
 from commopt.gradients.loco import EXACTLY
 from commopt.gradients.mean import GradientMean
 from commopt.gradients.sharded import ShardedDoor
-from commopt.optim import saving
-from commopt.optim.consolidate import with_own
-from commopt.optim.foreign import ids_of
-from commopt.optim.own import MIXED, Origin, digest_of, origin_of, why_left_out
-from commopt.optim.own_tensor import Place
-from commopt.optim.places import PLACES, RANK_LOCAL
-from commopt.optim.saving import Entries
-from commopt.optim.state import MERGED, TOGETHER, refuse_outdated
 from commopt.sharding import is_sharded
+from commopt.state import saving
+from commopt.state.consolidate import with_own
+from commopt.state.foreign import ids_of
+from commopt.state.own import MIXED, Origin, digest_of, origin_of, why_left_out
+from commopt.state.own_tensor import Place
+from commopt.state.places import PLACES, RANK_LOCAL
+from commopt.state.saving import Entries
+from commopt.state.split import MERGED, TOGETHER, refuse_outdated
 
 logger = logging.getLogger("commopt")
 

@@ -18,7 +18,7 @@ from commopt.compress import Feedback, TopBlocks
 from commopt.gradients.flat import Flat
 from commopt.gradients.method import Brought, BucketMean, packed
 from commopt.optim.masks import absent_runs, within
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
 
 
 class AgreedBlocks(Flat):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from commopt.agreement.checks import check_int
+from commopt.agreement.digest import digest_of_all
 from commopt.comm import CountingBackend, Receipt, gather_rows, message_device, numbers_in_world, refuse_damaged
-from commopt.optim.checks import check_int
-from commopt.optim.digest import digest_of_all
-from commopt.optim.guard import Guard, ReplicasDiffer
+from commopt.state.guard import Guard, ReplicasDiffer
 
 ROW_BYTES = 16
 """Bytes of a rank's row."""

@@ -24,9 +24,9 @@ from commopt.attach import unwrapped
 from commopt.gradients import CompressedGradients
 from commopt.gradients.method import OfGradients
 from commopt.integrations import common, means, parts, residuals
-from commopt.optim.model_buffers import HowBuffers, check_how
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.state import StateDict
+from commopt.state.model_buffers import HowBuffers, check_how
+from commopt.state.packed import PackedOptimizer
+from commopt.state.split import StateDict
 
 
 class _Connection:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from commopt.optim.base import CommOptimizer
-from commopt.optim.packed import PackedOptimizer
+from commopt.state.packed import PackedOptimizer
+from commopt.step.base import CommOptimizer
 
 logger = logging.getLogger("commopt")
 

@@ -12,8 +12,8 @@ from torch import nn
 from commopt.attach import attach, unwrapped
 from commopt.ddp_models import ddp_models_in
 from commopt.hsdp import has_replicas
-from commopt.optim import following
-from commopt.optim.packed import PackedOptimizer
+from commopt.state import following
+from commopt.state.packed import PackedOptimizer
 
 
 def bare(optimizer: Any) -> PackedOptimizer:

@@ -25,8 +25,8 @@ from commopt.integrations.common import attach_once, numbers
 from commopt.integrations.means import end_training, mean_model
 from commopt.integrations.residuals import refuse_own
 from commopt.integrations.shards import has_no_replicas, tell_of_shards
-from commopt.optim.model_buffers import HowBuffers, check_how
-from commopt.optim.packed import PackedOptimizer
+from commopt.state.model_buffers import HowBuffers, check_how
+from commopt.state.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
 

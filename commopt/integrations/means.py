@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from commopt.optim.model_buffers import HowBuffers
-from commopt.optim.packed import PackedOptimizer
+from commopt.state.model_buffers import HowBuffers
+from commopt.state.packed import PackedOptimizer
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from commopt.comm import Topology, gather_rows, message_device
-from commopt.optim.host import as_numbers
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.state import StateDict, join_state_dict, split_state_dict
+from commopt.state.host import as_numbers
+from commopt.state.packed import PackedOptimizer
+from commopt.state.split import StateDict, join_state_dict, split_state_dict
 
 logger = logging.getLogger("commopt")
 

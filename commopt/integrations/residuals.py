@@ -16,8 +16,8 @@ import torch
 from commopt.comm import Topology, gather_rows, message_device
 from commopt.gradients.handle import CompressedGradients
 from commopt.integrations import parts
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.state import join_state_dict, split_state_dict
+from commopt.state.packed import PackedOptimizer
+from commopt.state.split import join_state_dict, split_state_dict
 
 logger = logging.getLogger("commopt")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from commopt.optim.packed import PackedOptimizer
+from commopt.state.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
 

@@ -26,7 +26,7 @@ from commopt.hsdp import has_replicas
 from commopt.integrations import means
 from commopt.integrations.common import frame_of
 from commopt.integrations.shards import OneReplica
-from commopt.optim.packed import PackedOptimizer
+from commopt.state.packed import PackedOptimizer
 
 _meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
 """Of models that were sharded within a replica: all ranks."""

@@ -18,8 +18,8 @@ from commopt.attach import unwrapped
 from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.gradients.method import OfGradients
 from commopt.integrations import advice, common, means, parts, residuals
-from commopt.optim.model_buffers import HowBuffers, check_how
-from commopt.optim.packed import PackedOptimizer
+from commopt.state.model_buffers import HowBuffers, check_how
+from commopt.state.packed import PackedOptimizer
 
 _OF_THE_MEAN = ("evaluate", "save_model", "_save_checkpoint")
 _SAVE = "_save_optimizer_and_scheduler"

@@ -15,7 +15,7 @@ from commopt import ops
 from commopt.compress import FrozenAdam
 from commopt.optim.exchange import frozen_adam
 from commopt.optim.rules import weight_decay_factor
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
 
 
 @dataclass(frozen=True)

@@ -39,23 +39,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from commopt.agreement import checks
+from commopt.agreement.decision import StepReport
 from commopt.comm import Backend, PSync, Replicas, Work, psync
 from commopt.compress import Compressor, Identity, RandomBlocks
-from commopt.optim import checks, loading, replicas
-from commopt.optim.agreement import StepReport
-from commopt.optim.base import CommOptimizer
 from commopt.optim.cser_error import UPDATE, ImplicitError, StoredAnchor
-from commopt.optim.guard import Guard
-from commopt.optim.in_flight import StepContext
-from commopt.optim.loading import OWN
 from commopt.optim.masks import absent_runs, without
-from commopt.optim.own import Origin
-from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.rules import scaled_gradient, sgd_, square_norm
-from commopt.optim.saving import PARAMETER, Entries
-from commopt.optim.state import MERGED
-from commopt.optim.state_bucket import StateBucket
-from commopt.optim.torch_options import OF_SGD
+from commopt.optim.rules import scaled_gradient, sgd_
+from commopt.state import loading, replicas
+from commopt.state.guard import Guard
+from commopt.state.host import square_norm
+from commopt.state.loading import OWN
+from commopt.state.own import Origin
+from commopt.state.own_tensor import OwnTensor
+from commopt.state.saving import PARAMETER, Entries
+from commopt.state.split import MERGED
+from commopt.state.state_bucket import StateBucket
+from commopt.step.base import CommOptimizer
+from commopt.step.in_flight import StepContext
+from commopt.step.torch_options import OF_SGD
 
 logger = logging.getLogger("commopt")
 

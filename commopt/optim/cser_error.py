@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from commopt.comm import BlockSync, PSync
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
 
 UPDATE, RESET = 0, 1
 """Kinds of synchronisation: p_i with C2, or e_i with C1."""

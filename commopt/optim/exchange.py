@@ -33,10 +33,10 @@ from commopt.comm import (
 )
 from commopt.compress import NOTHING, Chunk, Compressor, Feedback, FrozenAdam, Momentum
 from commopt.ops.reference import runs_of
-from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import Run, absent_runs, active_mask, keeping, padding_mask, within, without
 from commopt.optim.rules import bias_corrections, coupled_decay, scaled_gradient, weight_decay_factor
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
+from commopt.step.in_flight import StepContext
 
 
 def averaged_gradients(

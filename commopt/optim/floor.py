@@ -24,7 +24,8 @@ by too much.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,12 @@ from torch import Tensor
 from commopt import ops
 from commopt.compress import Compressor, Identity, Sign
 from commopt.optim.masks import active_mask
-from commopt.optim.rules import halves, square_sums
-from commopt.optim.state_bucket import StateBucket
+from commopt.optim.rules import halves
+from commopt.state.host import square_sums
+from commopt.state.state_bucket import StateBucket
+
+if TYPE_CHECKING:
+    from commopt.step.base import CommOptimizer
 
 LEAST = 0.01
 """Of the mean of its block: the least that an element's variance stands as, unless it is 0."""
@@ -72,6 +77,14 @@ def _means_of_blocks(bucket: StateBucket, compressor: Compressor) -> Tensor:
     ops.sign_compress(roots, payload, block, ROOT_MEAN_SQUARE, active)
     ops.sign_decompress(payload, roots, block, active)  # the root of the mean
     return roots.view(-1).square_()
+
+
+def report_outsized(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Warns of parameters of ``groups``, whose variance stands from now on, that the scale of their block stops."""
+    times: dict[Tensor, float] = {}
+    for bucket, _ in optimizer.compressed_buckets(groups):
+        times |= outsized(bucket, optimizer.compressor)
+    optimizer._diagnostics.outsized(times, optimizer.param_groups)
 
 
 def outsized(bucket: StateBucket, compressor: Compressor) -> dict[Tensor, float]:

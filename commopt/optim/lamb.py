@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.optim import checks
+from commopt.agreement import checks
 from commopt.optim.plain import PlainOptimizer, moments
 from commopt.optim.rules import lamb_
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commopt import ops
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
 
 Run = tuple[int, int]
 """Elements [start, stop) of a flat buffer."""

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.optim import checks, foreign
-from commopt.optim.closure import loss_of
-from commopt.optim.saving import check_shape, check_tensor
+from commopt.agreement import checks
 from commopt.sharding import cut, is_sharded, like, local, settle
+from commopt.state import foreign
+from commopt.state.saving import check_shape, check_tensor
+from commopt.step.closure import loss_of
 
 ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),

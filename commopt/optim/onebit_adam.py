@@ -40,15 +40,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from commopt.agreement import checks
 from commopt.comm import Backend, Work
 from commopt.compress import Compressor
-from commopt.optim import checks, floor
+from commopt.optim import floor
 from commopt.optim.exchange import compressed_mean_of, frozen_adam, local_momentum
-from commopt.optim.guard import Guard
-from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import adam_
-from commopt.optim.state_bucket import StateBucket
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
+from commopt.state.guard import Guard
+from commopt.state.state_bucket import StateBucket
+from commopt.step.in_flight import StepContext
 
 
 class OneBitAdam(WarmupOptimizer):
@@ -175,7 +176,7 @@ class OneBitAdam(WarmupOptimizer):
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         super().report_phase(phase, groups)
         if phase == "compressed":
-            self.report_outsized(groups)
+            floor.report_outsized(self, groups)
 
     def init_bucket(self, bucket: StateBucket) -> None:
         bucket.buffers["exp_avg"] = bucket.zeros()

@@ -55,16 +55,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from commopt.agreement import checks
 from commopt.comm import Backend, Work
 from commopt.compress import Compressor
-from commopt.optim import checks, floor
+from commopt.optim import floor
 from commopt.optim.exchange import compressed_mean_of, local_momentum
-from commopt.optim.guard import Guard
-from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import frozen_lamb_, lamb_, scaling_coeffs
-from commopt.optim.state_bucket import StateBucket
-from commopt.optim.torch_options import OF_LAMB
 from commopt.optim.warmup import WarmupOptimizer, warmup_defaults
+from commopt.state.guard import Guard
+from commopt.state.state_bucket import StateBucket
+from commopt.step.in_flight import StepContext
+from commopt.step.torch_options import OF_LAMB
 
 
 class OneBitLamb(WarmupOptimizer):

@@ -38,17 +38,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from commopt.agreement import checks
 from commopt.comm import Backend, Work
 from commopt.compress import Compressor
-from commopt.optim import checks
-from commopt.optim.base import CommOptimizer
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
-from commopt.optim.guard import Guard
-from commopt.optim.in_flight import StepContext
 from commopt.optim.rules import sign_step_
-from commopt.optim.state_bucket import StateBucket
-from commopt.optim.torch_options import OF_LION
 from commopt.sharding import local
+from commopt.state.guard import Guard
+from commopt.state.state_bucket import StateBucket
+from commopt.step.base import CommOptimizer
+from commopt.step.in_flight import StepContext
+from commopt.step.torch_options import OF_LION
 
 
 class OneBitLion(CommOptimizer):

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.agreement import checks
 from commopt.bucket import buffer_dtype
-from commopt.optim import checks, foreign
-from commopt.optim.closure import loss_of
 from commopt.optim.rules import scaled_gradient
-from commopt.optim.saving import check_shape, check_tensor
-from commopt.optim.torch_options import OF_LAMB, check_group_options, check_torch_options, leave_out_of_loaded
 from commopt.sharding import is_sharded
+from commopt.state import foreign
+from commopt.state.saving import check_shape, check_tensor
+from commopt.step.closure import loss_of
+from commopt.step.torch_options import OF_LAMB, check_group_options, check_torch_options, leave_out_of_loaded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

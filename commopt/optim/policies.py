@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from commopt.optim.checks import check_int
+from commopt.agreement.checks import check_int
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from torch import Tensor
 from commopt.compress import RandomBlocks
 from commopt.optim.cser import CSER, AnyCompressor
 from commopt.optim.cser_error import KeptError
-from commopt.optim.rules import square_norm
-from commopt.optim.saving import PARAMETER
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.host import square_norm
+from commopt.state.saving import PARAMETER
+from commopt.state.state_bucket import StateBucket
 
 
 class QSparseLocalSGD(CSER):

@@ -6,14 +6,13 @@ each tensor, ``total`` and ``highest`` make what all pieces come to out of what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commopt import ops
-from commopt.optim.host import numbers_of
+from commopt.state.host import numbers_of, square_sums
 
 Reduce = Callable[[Sequence[float]], Sequence[float]]
 
@@ -301,29 +300,6 @@ def scaling_coeffs(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], total: Red
     n = len(counts)
     sums = zip(both[:n], both[n : 2 * n], both[2 * n :])
     return [1 / max((m / n) ** 0.5, VANISHING * (v / n) ** 0.5) if n else 1.0 for n, m, v in sums]
-
-
-def square_norm(tensors: list[Tensor]) -> float:
-    """Sum of squares over ``tensors``, of any devices; finite if and only if all elements are."""
-    return sum([float(ops.square_sum([tensors[i] for i in here])) for here in _by_device(tensors)], 0.0)
-
-
-def square_sums(tensors: list[Tensor]) -> list[float]:
-    """The sum of squares of each tensor, of any devices, in float64; equal on ranks that have other numbers of
-    threads."""
-    out = [0.0] * len(tensors)
-    for here in _by_device(tensors):
-        for i, square in zip(here, ops.square_sums([tensors[i] for i in here]).tolist()):
-            out[i] = square
-    return out
-
-
-def _by_device(tensors: Sequence[Tensor]) -> Collection[list[int]]:
-    """The indices of ``tensors``, apart for each device."""
-    out: dict[torch.device, list[int]] = {}
-    for i, t in enumerate(tensors):
-        out.setdefault(t.device, []).append(i)
-    return out.values()
 
 
 def halves(numbers: Sequence[float]) -> list[tuple[float, float]]:

@@ -44,12 +44,13 @@ import torch
 from torch import Tensor
 
 from commopt.comm import wait
-from commopt.optim.rules import halves, square_sums
-from commopt.optim.state_bucket import StateBucket
+from commopt.optim.rules import halves
+from commopt.state.host import square_sums
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
-    from commopt.optim.base import CommOptimizer
-    from commopt.optim.in_flight import StepContext
+    from commopt.step.base import CommOptimizer
+    from commopt.step.in_flight import StepContext
 
 FIRST = 20
 """Steps to the first look, and at least so many from one to the next."""

@@ -68,12 +68,11 @@ from torch import Tensor
 
 from commopt.compress import Compressor
 from commopt.optim import settling, unmoved
-from commopt.optim.host import numbers_of
-from commopt.optim.rules import square_sums
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.host import numbers_of, square_sums
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
-    from commopt.optim.base import CommOptimizer
+    from commopt.step.base import CommOptimizer
 
 EVERY = 5
 """Steps from one look to the next."""

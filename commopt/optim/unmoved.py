@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from commopt.agreement.diagnostics import names_of
+from commopt.agreement.setup import gather_texts
 from commopt.compress import Compressor
 from commopt.compress.scaled import Scaled
-from commopt.optim.diagnostics import names_of
-from commopt.optim.host import numbers_of
-from commopt.optim.setup import gather_texts
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.host import numbers_of
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
-    from commopt.optim.base import CommOptimizer
+    from commopt.step.base import CommOptimizer
 
 SHARE = 0.1
 """Of the elements of a tensor, of what a rank has of it."""
@@ -43,6 +43,17 @@ KEPT_BACK = 10.0
 """Gradients of an element that error feedback adds up to before they are sent, of either sign: some hundred steps."""
 LEAST = 1e-15
 """Smaller gradients have a square that is 0 in float32."""
+
+
+def report_zero(optimizer: CommOptimizer, groups: Sequence[dict[str, Any]], later: str) -> None:
+    """Warns of parameters of ``groups``, whose variance stands from now on, that will not move, as it is 0. ``later``
+    says what lets a variance stand later."""
+    found = dict[Tensor, bool]()
+    for bucket, _ in optimizer.compressed_buckets(groups):
+        largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])
+        found.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
+    moves = {p: found[p] for group in groups for p in group["params"] if p in found}  # as they were given
+    optimizer._diagnostics.zero_variance(moves, optimizer.state, optimizer.param_groups, later)
 
 
 def unmoved(

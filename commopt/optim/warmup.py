@@ -19,17 +19,17 @@ from typing import Any
 
 from torch import Tensor
 
+from commopt.agreement.checks import check_compressor
+from commopt.agreement.decision import StepDecision
+from commopt.agreement.diagnostics import tell_if_never_compressed
 from commopt.comm import Work
 from commopt.compress import Compressor
 from commopt.compress.compressor import common_multiple
-from commopt.optim import floor, settling, thaw
-from commopt.optim.agreement import StepDecision
-from commopt.optim.base import CommOptimizer
-from commopt.optim.checks import check_compressor
-from commopt.optim.diagnostics import tell_if_never_compressed
+from commopt.optim import floor, settling, thaw, unmoved
 from commopt.optim.exchange import averaged_gradients
-from commopt.optim.in_flight import StepContext
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.state_bucket import StateBucket
+from commopt.step.base import CommOptimizer
+from commopt.step.in_flight import StepContext
 
 WORDS = thaw.Words(
     "freeze_step",
@@ -156,7 +156,7 @@ class WarmupOptimizer(CommOptimizer):
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "compressed":
-            self.report_zero_variance(groups, "set a larger freeze_step")
+            unmoved.report_zero(self, groups, "set a larger freeze_step")
             settling.report_rare(self, groups, "freeze_step")
 
     # the end of warm-up -----------------------------------------------------------------------------------------------

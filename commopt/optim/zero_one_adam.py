@@ -68,25 +68,27 @@ from typing import Any, Literal
 from torch import Tensor
 
 from commopt import ops
+from commopt.agreement import checks
+from commopt.agreement.decision import StepDecision
+from commopt.agreement.diagnostics import tell_if_never_settled
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
 from commopt.compress.compressor import common_multiple
-from commopt.optim import checks, floor, loading, replicas, schedule, settling
-from commopt.optim.agreement import StepDecision
+from commopt.optim import floor, schedule, settling, unmoved
 from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
-from commopt.optim.base import CommOptimizer
-from commopt.optim.diagnostics import tell_if_never_settled
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
-from commopt.optim.guard import Guard
-from commopt.optim.in_flight import StepContext
 from commopt.optim.masks import absent_runs, active_mask, keeping
-from commopt.optim.own import MIXED, Origin
 from commopt.optim.policies import SyncPolicy, VariancePolicy
 from commopt.optim.rules import adam_, coupled_decay
-from commopt.optim.saving import Entries
-from commopt.optim.state_bucket import StateBucket
 from commopt.optim.thaw import FrozenVariance, Words, until_it_goes_back
 from commopt.optim.thaw import defaults as thaw_defaults
+from commopt.state import loading, replicas
+from commopt.state.guard import Guard
+from commopt.state.own import MIXED, Origin
+from commopt.state.saving import Entries
+from commopt.state.state_bucket import StateBucket
+from commopt.step.base import CommOptimizer
+from commopt.step.in_flight import StepContext
 
 logger = logging.getLogger("commopt")
 
@@ -300,8 +302,8 @@ class ZeroOneAdam(CommOptimizer):
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "frozen":
-            self.report_zero_variance(groups, "set a larger VariancePolicy(stop=)")
-            self.report_outsized(groups)
+            unmoved.report_zero(self, groups, "set a larger VariancePolicy(stop=)")
+            floor.report_outsized(self, groups)
             settling.report_rare(self, groups, "VariancePolicy(stop=)")
 
     ever_rank_local = ("exp_avg", "mean_momentum")
@@ -367,7 +369,7 @@ class ZeroOneAdam(CommOptimizer):
             if waits:
                 group["rare_until"] = group["step"]
             elif schedule.is_end_of_first(group, group["step"]):
-                self.report_outsized([group])
+                floor.report_outsized(self, [group])
 
     def _count_local_step(self, group: dict[str, Any], kind: str) -> None:
         if kind == "local":

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from commopt.comm import Backend
 from commopt.compress import Compressor
-from commopt.optim.guard import Guard
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.members import Members
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
+from commopt.state.guard import Guard
+from commopt.state.state_bucket import StateBucket
 
 
 class LocalSGD(OuterOptimizer):

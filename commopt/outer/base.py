@@ -29,19 +29,6 @@ from torch import Tensor, nn
 from commopt.bucket import buffer_dtype
 from commopt.comm import Backend, Topology, refuse_if_left_out, resolve_backend
 from commopt.compress import Compressor
-from commopt.optim import binding, comparing, following, pickling, wrapped
-from commopt.optim.closure import loss_of
-from commopt.optim.foreign import OUTER
-from commopt.optim.guard import Guard
-from commopt.optim.host import as_numbers
-from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
-from commopt.optim.loading import OWN
-from commopt.optim.model_buffers import HowBuffers
-from commopt.optim.own import Origin, cloned
-from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.saving import PARAMETER, Entries
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer import ending, groups, joining, local_steps, member_rounds, stream_state, streams
 from commopt.outer.flight import Flights
 from commopt.outer.loading import BASE, MOVED, adopt_groups, load, refuse_uncuttable, state_of_base
@@ -52,6 +39,19 @@ from commopt.outer.rounds import Round
 from commopt.outer.streaming import OF_A_PART, STILL, Streaming, came_from, count_step, in_flight
 from commopt.outer.wrap import Where, check_base, follow_casts, make_base
 from commopt.sharding import as_cut, largest_piece, local
+from commopt.state import binding, comparing, following, pickling, wrapped
+from commopt.state.foreign import OUTER
+from commopt.state.guard import Guard
+from commopt.state.host import as_numbers
+from commopt.state.lifetime import forget_frames, import_what_torch_imports_late
+from commopt.state.loading import OWN
+from commopt.state.model_buffers import HowBuffers
+from commopt.state.own import Origin, cloned
+from commopt.state.own_tensor import OwnTensor
+from commopt.state.packed import PackedOptimizer
+from commopt.state.saving import PARAMETER, Entries
+from commopt.state.state_bucket import StateBucket
+from commopt.step.closure import loss_of
 
 logger = logging.getLogger("commopt")
 
@@ -293,7 +293,7 @@ class OuterOptimizer(PackedOptimizer):
             ValueError: for a ``period`` that was changed to what is not allowed; nothing is done then.
             RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
                 alone because the optimizer was made before ``init_process_group()``.
-            commopt.optim.calls.StepRefused: the ranks stand at different places, or one has failed.
+            commopt.agreement.calls.StepRefused: the ranks stand at different places, or one has failed.
             commopt.comm.CollectiveError: a collective failed. In both cases the local step has been taken and nothing
                 else has changed: this rank's parameters are its own.
         """
@@ -539,7 +539,7 @@ class OuterOptimizer(PackedOptimizer):
 
         ``state`` (anchors and outer momenta) and ``param_groups`` are the same on every rank. ``residuals`` is this
         rank's own: the state of its base, between two synchronisations its parameters, and its residuals, with
-        its rank, the world size, the layout of the buckets and a digest. :mod:`commopt.optim.state` has how to save
+        its rank, the world size, the layout of the buckets and a digest. :mod:`commopt.state.split` has how to save
         that of all ranks, and the rest once.
 
         Raises:

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from commopt import ops
 from commopt.comm import Pipeline, Topology, confirm, mean_over_all
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.replicas import reaching_others
-from commopt.optim.rules import square_norm
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.loading import state_known_of
 from commopt.outer.mixed import name_of
 from commopt.sharding import local
+from commopt.state.host import square_norm
+from commopt.state.packed import PackedOptimizer
+from commopt.state.replicas import reaching_others
+from commopt.state.state_bucket import StateBucket
 
 Means = list[tuple[Tensor, Tensor]]
 """Tensors of the state of a base, and what they become."""

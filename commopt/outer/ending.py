@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from commopt.agreement.decision import is_usable
+from commopt.agreement.diagnostics import names_of
+from commopt.agreement.setup import equalize
 from commopt.comm import gather_rows, message_device, wait
-from commopt.optim import comparing, packing, wrapped
-from commopt.optim.agreement import is_usable
-from commopt.optim.diagnostics import names_of
-from commopt.optim.guard import REMEDY, NotFinite, tell_not_finite
-from commopt.optim.host import as_numbers
-from commopt.optim.replicas import agree_inside, average_exactly, reaching_others
-from commopt.optim.rules import square_norm
-from commopt.optim.saving import PARAMETER
-from commopt.optim.setup import equalize
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer import base_state, rounds
 from commopt.outer.means import Entry, wait_for_means
 from commopt.outer.rounds import Comparison, Round, RoundDecision, RoundReport, pseudo_gradient
 from commopt.outer.streaming import OF_A_PART
 from commopt.sharding import local
+from commopt.state import comparing, packing, wrapped
+from commopt.state.guard import REMEDY, NotFinite, tell_not_finite
+from commopt.state.host import as_numbers, square_norm
+from commopt.state.replicas import agree_inside, average_exactly, reaching_others
+from commopt.state.saving import PARAMETER
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

@@ -40,10 +40,10 @@ from commopt.comm import (
     open_control,
     refuse_damaged,
 )
-from commopt.optim.arrival import Arrivals
-from commopt.optim.replicas import reaching_others
 from commopt.outer.means import Means
 from commopt.outer.rounds import Comparison, RoundDecision, RoundReport, decide, tell
+from commopt.state.replicas import reaching_others
+from commopt.step.arrival import Arrivals
 
 
 @dataclass

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from commopt.comm import Pipeline, Receipt, Traffic, confirm, mean_over_all
 from commopt.comm.topology import channel_of
-from commopt.optim.replicas import reaching_others
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.flight import Flight
 from commopt.outer.means import Entry
 from commopt.outer.streaming import FROZEN
+from commopt.state.replicas import reaching_others
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

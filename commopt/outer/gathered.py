@@ -15,10 +15,10 @@ from torch import Tensor
 from commopt.comm import Channel, Task, Work, gather_rows, message_device, reduce_scatter
 from commopt.compress import Compressor
 from commopt.optim.masks import padding_mask
-from commopt.optim.rules import square_sums
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.means import Entry, Means
 from commopt.outer.rounds import mean_pseudo_gradient
+from commopt.state.host import square_sums
+from commopt.state.state_bucket import StateBucket
 
 Over = Literal["ranks", "contributors"]
 """Ranks that a mean is over: all; or, element by element, those whose message has something there."""

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from commopt.comm import Backend, ExchangingBackend, Pipeline, Replicas, Work
 from commopt.compress import Compressor
-from commopt.optim.guard import Guard
 from commopt.optim.masks import padding_mask
-from commopt.optim.replicas import reaching_others
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.gossiping import GossipOptimizer
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
+from commopt.state.guard import Guard
+from commopt.state.replicas import reaching_others
+from commopt.state.state_bucket import StateBucket
 
 
 class Gossip(GossipOptimizer):

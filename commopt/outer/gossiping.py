@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Channel, ExchangingBackend, Replicas, Task, Work, check_exchanges
-from commopt.optim.replicas import average_exactly, reaching_others
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer import ending, rounds
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.means import Entry, Means
 from commopt.outer.rounds import pseudo_gradient
 from commopt.outer.streaming import Streaming
+from commopt.state.replicas import average_exactly, reaching_others
+from commopt.state.state_bucket import StateBucket
 
 
 class GossipOptimizer(OuterOptimizer):

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from commopt.agreement import checks
 from commopt.compress import Compressor
-from commopt.optim import binding, checks, following
-from commopt.optim.foreign import OUTER
-from commopt.optim.guard import check_guard
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.torch_options import check_group_keys
 from commopt.outer import base_state
 from commopt.outer.mixed import name_of
 from commopt.outer.streaming import check_streaming
+from commopt.state import binding, following
+from commopt.state.foreign import OUTER
+from commopt.state.guard import check_guard
+from commopt.state.packed import PackedOptimizer
+from commopt.step.torch_options import check_group_keys
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

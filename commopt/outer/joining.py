@@ -19,11 +19,11 @@ from torch import Tensor
 
 from commopt.comm import Backend, CollectiveError, gather_rows, wait
 from commopt.comm.store import StoreLost, until
-from commopt.optim import binding, following
-from commopt.optim.own import digest_of
 from commopt.outer import groups
 from commopt.outer.members import TOO_LONG, Members
 from commopt.outer.view import CutOff, LeftOut
+from commopt.state import binding, following
+from commopt.state.own import digest_of
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

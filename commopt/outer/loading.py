@@ -13,14 +13,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from commopt.optim.foreign import OUTER, WHOSE, ids_of, is_of_outer
-from commopt.optim.loading import fill, forget_users, keep_users, read, report_not_own
-from commopt.optim.own import MIXED, Origin, cloned
-from commopt.optim.saving import PARAMETER, Entries
 from commopt.outer import stream_state
 from commopt.outer.mixed import Mixed, name_of
 from commopt.outer.streaming import Streaming
 from commopt.sharding import is_cut, like, local
+from commopt.state.foreign import OUTER, WHOSE, ids_of, is_of_outer
+from commopt.state.loading import fill, forget_users, keep_users, read, report_not_own
+from commopt.state.own import MIXED, Origin, cloned
+from commopt.state.saving import PARAMETER, Entries
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from commopt.optim import checks
-from commopt.optim.agreement import LARGEST_NORM, is_usable
-from commopt.optim.guard import NotFinite
-from commopt.optim.replicas import agree_inside
-from commopt.optim.rules import square_norm
+from commopt.agreement import checks
+from commopt.agreement.decision import LARGEST_NORM, is_usable
 from commopt.outer.wrap import step_base
+from commopt.state.guard import NotFinite
+from commopt.state.host import square_norm
+from commopt.state.replicas import agree_inside
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from commopt.comm import Channel, Pipeline, Task, Topology, confirm
 from commopt.compress import Compressor
-from commopt.optim.replicas import reaching_others
-from commopt.optim.rules import square_norm
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.rounds import mean_pseudo_gradient
+from commopt.state.host import square_norm
+from commopt.state.replicas import reaching_others
+from commopt.state.state_bucket import StateBucket
 
 Entry = tuple[StateBucket, dict[str, Any]]
 """A bucket, and the parameter group of its parameters."""

@@ -24,14 +24,10 @@ import torch
 from torch import Tensor
 
 from commopt import ops
+from commopt.agreement.calls import StepRefused
+from commopt.agreement.digest import digest_of_all
 from commopt.comm import Backend, CollectiveError, MessageDamaged, Topology, confirm
 from commopt.comm.store import StoreLost
-from commopt.optim import guard, packing
-from commopt.optim.calls import StepRefused
-from commopt.optim.digest import digest_of_all
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.replicas import average_exactly, reaching_others
-from commopt.optim.rules import square_norm
 from commopt.outer import ending, joining, rounds
 from commopt.outer.flight import Flights
 from commopt.outer.means import receive_means
@@ -39,6 +35,10 @@ from commopt.outer.members import Members
 from commopt.outer.rounds import RoundReport, pseudo_gradient
 from commopt.outer.view import REMEDY, LeftOut, Report, View
 from commopt.sharding import is_sharded, tensors_in
+from commopt.state import guard, packing
+from commopt.state.host import square_norm
+from commopt.state.packed import PackedOptimizer
+from commopt.state.replicas import average_exactly, reaching_others
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from commopt.agreement import checks
 from commopt.comm import Backend, CollectiveError, LocalBackend, gather_rows
 from commopt.comm.given_up import Connect, connected, nobody_has, over_gloo
 from commopt.comm.store import StoreAnother, StoreClient, StoreLost, until
-from commopt.optim import checks
 from commopt.outer import lobby
 from commopt.outer.roster import Roster
 from commopt.outer.view import CutOff, Name, Report, Ticket, View

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from commopt.optim.closure import loss_of
-from commopt.optim.packed import PackedOptimizer
 from commopt.optim.plain import PlainOptimizer
 from commopt.outer.wrap import check_base, step_base
+from commopt.state.packed import PackedOptimizer
+from commopt.step.closure import loss_of
 
 
 class Mixed(torch.optim.Optimizer):

@@ -29,13 +29,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from commopt.agreement import checks
 from commopt.comm import Backend, ExchangingBackend, Work
-from commopt.optim import checks
-from commopt.optim.guard import Guard
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.gossiping import GossipOptimizer
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
+from commopt.state.guard import Guard
+from commopt.state.state_bucket import StateBucket
 
 
 class NoLoCo(GossipOptimizer):

@@ -30,9 +30,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
+from commopt.agreement.calls import StepRefused
 from commopt.comm import first_notice
 from commopt.comm.store import StoreAnother, StoreClient, StoreLost
-from commopt.optim.calls import StepRefused
 from commopt.outer.view import REMEDY, CutOff, LeftOut, Name, NotEnoughMembers, Report, Ticket, View, next_view
 
 logger = logging.getLogger("commopt")

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.agreement import calls
+from commopt.agreement.calls import FIELDS, StepRefused
+from commopt.agreement.decision import first_difference, within
+from commopt.agreement.digest import as_long_as_any
 from commopt.comm import (
     CONFIRMATION_BYTES,
     STARTED,
@@ -23,14 +27,10 @@ from commopt.comm import (
     wait,
 )
 from commopt.compress import Compressor, Momentum
-from commopt.optim import calls
-from commopt.optim.agreement import first_difference, within
-from commopt.optim.calls import FIELDS, StepRefused
-from commopt.optim.digest import as_long_as_any
 from commopt.optim.exchange import start_mean
 from commopt.optim.masks import padding_mask
-from commopt.optim.replicas import reaching_others
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.replicas import reaching_others
+from commopt.state.state_bucket import StateBucket
 
 ROUND_BYTES = 8 * FIELDS + CONFIRMATION_BYTES
 """Bytes of the rows that each rank all-gathers at a synchronisation: before it, and when all has come."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commopt.optim.checks import check_int, check_positive
+from commopt.agreement.checks import check_int, check_positive
 
 _MASK = (1 << 64) - 1
 _STEP, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64

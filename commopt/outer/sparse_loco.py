@@ -34,17 +34,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from commopt.agreement import checks
 from commopt.comm import Backend
 from commopt.compress import Compressor, TopK
-from commopt.optim import checks
-from commopt.optim.guard import Guard
-from commopt.optim.state_bucket import StateBucket
 from commopt.outer.base import OuterOptimizer
 from commopt.outer.gathered import GatheredMeans, Over
 from commopt.outer.means import Entry, Means
 from commopt.outer.members import Members
 from commopt.outer.rounds import Round
 from commopt.outer.streaming import Streaming
+from commopt.state.guard import Guard
+from commopt.state.state_bucket import StateBucket
 
 
 class SparseLoCo(OuterOptimizer):

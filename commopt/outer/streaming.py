@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from commopt.optim import checks
+from commopt.agreement import checks
 
 Merge = Literal["mix", "corrected", "eager"]
 Group = dict[str, Any]

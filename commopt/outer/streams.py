@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from commopt.optim.agreement import is_usable
-from commopt.optim.calls import StepRefused
-from commopt.optim.rules import square_norm
+from commopt.agreement.calls import StepRefused
+from commopt.agreement.decision import is_usable
 from commopt.outer import ending, freezing
 from commopt.outer.flight import Flight
 from commopt.outer.local_steps import too_many_skipped
@@ -29,6 +28,7 @@ from commopt.outer.means import Entry
 from commopt.outer.rounds import RoundDecision, pseudo_gradient
 from commopt.outer.stream_state import forget_sent, keep_sent
 from commopt.outer.streaming import JOINED, STILL, Group, Streaming, end_fragment, in_flight, put
+from commopt.state.host import square_norm
 
 if TYPE_CHECKING:
     from commopt.outer.base import OuterOptimizer

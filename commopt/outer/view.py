@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from commopt.agreement.decision import LARGEST_NORM
 from commopt.comm import CollectiveError
-from commopt.optim.agreement import LARGEST_NORM
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commopt.agreement.checks import arguments_of, nearest
 from commopt.comm import LocalBackend, Topology
-from commopt.optim.base import CommOptimizer
-from commopt.optim.binding import in_a_list
-from commopt.optim.checks import arguments_of, nearest
-from commopt.optim.packed import PackedOptimizer
 from commopt.optim.plain import PlainOptimizer
 from commopt.sharding import is_sharded, tensors_in
+from commopt.state.binding import in_a_list
+from commopt.state.packed import PackedOptimizer
+from commopt.step.base import CommOptimizer
 
 Where = tuple[torch.dtype, torch.device]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from commopt.agreement.setup import agree_on_setup
 from commopt.bucket import bucket_bytes
 from commopt.comm import CollectiveError, TorchBackend, gather_number, wait
 from commopt.compress import Sign
-from commopt.optim.setup import agree_on_setup
 from commopt.probe.advice import OURS, STEPS, cannot_tell, over_run, recommend
 from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import TWICE, compressors

@@ -21,9 +21,9 @@ from functools import cache, partial
 
 import torch
 
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.bucket import ROW_MULTIPLE
 from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
-from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.optim.policies import SyncPolicy, VariancePolicy, count_steps
 from commopt.probe.clock import Clock, Costs, Step, mean_of
 from commopt.probe.fit import Line

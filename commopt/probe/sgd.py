@@ -6,9 +6,9 @@ Their base is SGD: what AdamW takes is no part of the step.
 
 from __future__ import annotations
 
+from commopt.agreement.decision import AGREEMENT_BYTES
 from commopt.comm import CONFIRMATION_BYTES, all_reduce_bytes
 from commopt.compress import RandomBlocks
-from commopt.optim.agreement import AGREEMENT_BYTES
 from commopt.probe.clock import Clock, Costs, Step, mean_of
 from commopt.probe.messages import buckets_of
 from commopt.probe.model import Model, adamw_seconds

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from commopt.agreement.calls import OutOfStep, StepRefused
 from commopt.comm import LocalBackend, MessageDamaged, NodesBackend, all_reduce_bytes
 from commopt.gradients import CompressedGradients, compress_gradients
 from commopt.optim import CommOptimizer, NotFinite, ReplicasDiffer
-from commopt.optim.calls import OutOfStep, StepRefused
 from commopt.outer import OuterOptimizer
 from commopt.sharding import local
 from commopt.train.config import Config

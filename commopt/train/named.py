@@ -14,7 +14,8 @@ from typing import Any, get_args, get_origin
 
 from torch.optim import LBFGS, Optimizer
 
-from commopt.optim import CommOptimizer, checks
+from commopt.agreement import checks
+from commopt.optim import CommOptimizer
 from commopt.outer import Mixed, OuterOptimizer
 from commopt.train.errors import ConfigError
 from commopt.train.parse import nearest

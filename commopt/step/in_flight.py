@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commopt.agreement.decision import Agreement, Holders, StepDecision, StepReport
 from commopt.comm import Channel, CountingBackend, Pipeline, Task, confirm, message_device
-from commopt.optim.agreement import Agreement, Holders, StepDecision, StepReport
-from commopt.optim.host import numbers_of
-from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import settle
+from commopt.state.host import numbers_of
+from commopt.state.state_bucket import StateBucket
 
 
 @dataclass(frozen=True)

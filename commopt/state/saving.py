@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from commopt.comm import Topology
-from commopt.optim.foreign import ids_of
-from commopt.optim.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, same_as_in
-from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.state import MERGED, RANK_LOCAL, refuse_outdated
-from commopt.optim.state_bucket import StateBucket
 from commopt.sharding import cut, cut_alike, is_sharded, local
+from commopt.state.foreign import ids_of
+from commopt.state.own import MIXED, NAMES, Origin, belongs, cloned, origin_of, same_as_in
+from commopt.state.own_tensor import OwnTensor
+from commopt.state.split import MERGED, RANK_LOCAL, refuse_outdated
+from commopt.state.state_bucket import StateBucket
 
 Entries = dict[Any, dict[str, Any]]
 """State by parameter; by other keys what users have put there."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from commopt.bucket import partition
-from commopt.optim import saving
-from commopt.optim.own import Origin
-from commopt.optim.state_bucket import StateBucket
+from commopt.state import saving
+from commopt.state.own import Origin
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 Runs = Sequence[Sequence[Tensor]]
 """Parameters of buckets, in order."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from commopt.agreement.digest import digest
 from commopt.comm import Topology, gather_rows, message_device, sends_from, wait
 from commopt.ddp_models import instances_of, with_subclasses
-from commopt.optim.digest import digest
 from commopt.sharding import is_sharded
 
 logger = logging.getLogger("commopt")

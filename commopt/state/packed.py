@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from commopt import hsdp
+from commopt.agreement import checks
+from commopt.agreement.decision import Holders
+from commopt.agreement.diagnostics import Diagnostics
 from commopt.bucket import bucket_bytes
 from commopt.comm import (
     CountingBackend,
@@ -27,10 +30,10 @@ from commopt.comm import (
 )
 from commopt.comm.torch import is_of_processes
 from commopt.compress import Compressor
-from commopt.optim import (
+from commopt.sharding import local
+from commopt.state import (
     assigned,
     binding,
-    checks,
     consolidate,
     following,
     foreign,
@@ -41,20 +44,17 @@ from commopt.optim import (
     saving,
     wrapped,
 )
-from commopt.optim.agreement import Holders
-from commopt.optim.diagnostics import Diagnostics
-from commopt.optim.guard import Guard
-from commopt.optim.lifetime import forget_frames
-from commopt.optim.loading import OWN
-from commopt.optim.model_buffers import HowBuffers
-from commopt.optim.own import Origin, belongs, cloned, digest_of
-from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.rules import square_norm
-from commopt.optim.saving import PARAMETER, Entries
-from commopt.optim.state import OF_RANKS
-from commopt.optim.state_bucket import StateBucket, fp32_bytes
-from commopt.optim.wrapped import Obstacle
-from commopt.sharding import local
+from commopt.state.guard import Guard
+from commopt.state.host import square_norm
+from commopt.state.lifetime import forget_frames
+from commopt.state.loading import OWN
+from commopt.state.model_buffers import HowBuffers
+from commopt.state.own import Origin, belongs, cloned, digest_of
+from commopt.state.own_tensor import OwnTensor
+from commopt.state.saving import PARAMETER, Entries
+from commopt.state.split import OF_RANKS
+from commopt.state.state_bucket import StateBucket, fp32_bytes
+from commopt.state.wrapped import Obstacle
 
 logger = logging.getLogger("commopt")
 
@@ -423,7 +423,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def agree_to(self, what: str) -> None:
         """Makes sure that all ranks can take the mean now, with what was assigned to state; see
-        :func:`commopt.optim.replicas.agree`."""
+        :func:`commopt.state.replicas.agree`."""
         error = self.why_not_synchronize()
         try:
             assigned.follow(self)
@@ -487,7 +487,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         ``state`` for equal on all ranks. Where replicas differ, ``residuals`` also holds what is this rank's own;
         ``state`` has that as well, so it is equal on all ranks only where they do not differ (CSER's momentum:
         never). Such a tool's mixture of ranks is known by the digest when it is loaded.
-        :mod:`commopt.optim.state` has how to save the residuals of all ranks, and the rest once.
+        :mod:`commopt.state.split` has how to save the residuals of all ranks, and the rest once.
 
         Raises:
             ValueError: if somebody has exchanged the parameters in the groups, before :meth:`rebind`; or has deleted

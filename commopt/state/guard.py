@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from commopt.agreement.checks import check_int
+from commopt.agreement.decision import LARGEST_NORM
+from commopt.agreement.setup import gather_texts
 from commopt.comm import Backend, numbers_in_world
-from commopt.optim.agreement import LARGEST_NORM
-from commopt.optim.checks import check_int
-from commopt.optim.setup import gather_texts
 from commopt.sharding import local
 
 if TYPE_CHECKING:
-    from commopt.optim.state_bucket import StateBucket
+    from commopt.state.state_bucket import StateBucket
 
 REMEDY = "Go on from the last good checkpoint, with a lower learning rate or a max_grad_norm"
 

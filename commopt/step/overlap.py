@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.optim.arrival import Arrivals
-from commopt.optim.host import as_numbers
-from commopt.optim.in_flight import StepInFlight
-from commopt.optim.rules import coupled_decay
-from commopt.optim.state_bucket import StateBucket
-from commopt.optim.step_report import blame
+from commopt.state.host import as_numbers
+from commopt.state.state_bucket import StateBucket
+from commopt.step.arrival import Arrivals
+from commopt.step.in_flight import StepInFlight
+from commopt.step.step_report import blame
 
 if TYPE_CHECKING:
-    from commopt.optim.base import CommOptimizer
+    from commopt.step.base import CommOptimizer
 
 
 class Overlap:
@@ -97,8 +96,8 @@ class Used:
         _after_backward(self._remember)
 
     def _read(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = (*self._names, "weight_decay") if coupled_decay(group) != 0 else self._names
-        return copy.deepcopy(as_numbers(group, names))
+        decays = () if group.get("decoupled_weight_decay", True) else ("weight_decay",)  # a part of the gradient
+        return copy.deepcopy(as_numbers(group, (*self._names, *decays)))
 
     def _remember(self) -> None:
         """Remembers the gradients that were used, as they are when backward and DDP are done with them."""

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from commopt.agreement import calls
 from commopt.comm import Topology, gather_number
 from commopt.comm.torch import is_of_processes
-from commopt.optim import binding, calls
+from commopt.state import binding
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 Attach = Callable[[bool], "Obstacle | None"]
 """Attaches, or returns why that cannot be; True: in a backward, before anything is sent."""

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from commopt import hsdp
+from commopt.agreement import calls
+from commopt.agreement.calls import OTHER_BUCKETS, OutOfStep, StepRefused
+from commopt.agreement.diagnostics import by_a_door, worth_a_line
+from commopt.agreement.setup import first_lines_apart, gather_texts
 from commopt.comm import (
     CollectiveError,
     CountingBackend,
@@ -26,15 +30,12 @@ from commopt.comm import (
     message_device,
     numbers_in_world,
 )
-from commopt.optim import binding, calls, following
-from commopt.optim.calls import OTHER_BUCKETS, OutOfStep, StepRefused
-from commopt.optim.diagnostics import by_a_door, worth_a_line
-from commopt.optim.model_buffers import HowBuffers, Rest, warn_of_copies
-from commopt.optim.setup import first_lines_apart, gather_texts
-from commopt.optim.state_bucket import StateBucket
+from commopt.state import binding, following
+from commopt.state.model_buffers import HowBuffers, Rest, warn_of_copies
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
 
@@ -64,8 +65,8 @@ def agree(
     Raises:
         error: on the rank that has one; the others raise StepRefused.
         ValueError: on all ranks, if they differ in ``layout``.
-        commopt.optim.calls.OutOfStep: on all ranks, if they differ in ``buckets``.
-        commopt.optim.calls.CallsDiffer: on all ranks, if one is in another call.
+        commopt.agreement.calls.OutOfStep: on all ranks, if they differ in ``buckets``.
+        commopt.agreement.calls.CallsDiffer: on all ranks, if one is in another call.
         commopt.comm.CollectiveError: the other ranks could not be reached.
     """
     with reaching_others(topology, what):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from commopt.agreement.digest import digest
 from commopt.comm import Backend, gather_rows, message_device, numbers_in_world, wait
-from commopt.optim.digest import digest
 from commopt.sharding import is_sharded
 
 SETUP_BYTES = 768

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.optim import assigned, checks, comparing, following, packing, replicas, wrapped
-from commopt.optim.agreement import StepReport, is_usable
-from commopt.optim.digest import digest_of_all
-from commopt.optim.host import as_numbers, numbers_of
-from commopt.optim.in_flight import StepInFlight
+from commopt.agreement import checks
+from commopt.agreement.decision import StepReport, is_usable
+from commopt.agreement.digest import digest_of_all
+from commopt.state import assigned, comparing, following, packing, replicas, wrapped
+from commopt.state.host import as_numbers, numbers_of
+from commopt.step.in_flight import StepInFlight
 
 if TYPE_CHECKING:
-    from commopt.optim.base import CommOptimizer
+    from commopt.step.base import CommOptimizer
 
 
 def report_of(

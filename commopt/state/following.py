@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from commopt.optim import assigned, loading, packing
-from commopt.optim.own import Origin
+from commopt.state import assigned, loading, packing
+from commopt.state.own import Origin
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -39,7 +39,7 @@ def follow_parameters(optimizer: PackedOptimizer) -> bool:
     buckets were made anew.
 
     Raises:
-        ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
+        ValueError: some of the state was deleted, or does not fit; see :func:`commopt.state.assigned.check`.
     """
     moved, others = _have_moved(optimizer), regrouped(optimizer)
     if others or moved:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commopt.comm import LocalBackend, Topology, resolve_backend
-from commopt.optim import assigned, following, loading, packing, wrapped
-from commopt.optim.own import cloned
+from commopt.state import assigned, following, loading, packing, wrapped
+from commopt.state.own import cloned
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 
 def state_of(optimizer: PackedOptimizer) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def state_of(optimizer: PackedOptimizer) -> dict[str, Any]:
     are made anew, of the same parameters. Who shall be alone stays alone.
 
     Raises:
-        ValueError: some of the state was deleted, or does not fit; see :func:`commopt.optim.assigned.check`.
+        ValueError: some of the state was deleted, or does not fit; see :func:`commopt.state.assigned.check`.
         RuntimeError: within ``averaged()``.
     """
     optimizer.refuse_inside_averaged("a copy or a pickle of the optimizer")

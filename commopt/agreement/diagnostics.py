@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.optim.agreement import LARGEST_NORM
+from commopt.agreement.decision import LARGEST_NORM
 
 logger = logging.getLogger("commopt")
 

@@ -1,6 +1,6 @@
 """Residuals of ranks that hold pieces of parameters, put together to those of whole ones.
 
-A rank's own part says where its residuals lie (``"places"``: see :class:`commopt.optim.own_tensor.Place`). So what all
+A rank's own part says where its residuals lie (``"places"``: see :class:`commopt.state.own_tensor.Place`). So what all
 ranks of a mesh have saved can be made into residuals of whole parameters, and cut anew for any other mesh.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.optim.own_tensor import Place, boxes
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.own_tensor import Place, boxes
+from commopt.state.state_bucket import StateBucket
 
 RANK_LOCAL = ("worker_error", "server_error")
 """Names of a parameter's residuals: of what this rank sends, and of the part of it that this rank averages."""

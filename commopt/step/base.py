@@ -29,8 +29,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
+from commopt.agreement import checks
+from commopt.agreement.calls import OutOfStep
+from commopt.agreement.decision import StepDecision, StepReport, StepSkipped
+from commopt.agreement.diagnostics import names_of
 from commopt.comm import (
     Backend,
     CollectiveError,
@@ -43,23 +46,20 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
-from commopt.optim import binding, checks, comparing, floor, following, starting, step_report, wrapped
-from commopt.optim.agreement import StepDecision, StepReport, StepSkipped
-from commopt.optim.calls import OutOfStep
-from commopt.optim.closure import loss_of
-from commopt.optim.diagnostics import names_of
-from commopt.optim.foreign import WHOSE, check_moments
-from commopt.optim.guard import Guard, NotFinite, check_guard, tell_not_finite
-from commopt.optim.host import as_numbers
-from commopt.optim.in_flight import StepContext, StepInFlight
-from commopt.optim.lifetime import forget_frames, import_what_torch_imports_late
-from commopt.optim.overlap import Overlap
-from commopt.optim.own import Origin
-from commopt.optim.packed import PackedOptimizer
-from commopt.optim.rules import square_norm
-from commopt.optim.saving import Entries
-from commopt.optim.state_bucket import StateBucket
-from commopt.optim.torch_options import (
+from commopt.state import binding, comparing, following, wrapped
+from commopt.state.foreign import WHOSE, check_moments
+from commopt.state.guard import Guard, NotFinite, check_guard, tell_not_finite
+from commopt.state.host import as_numbers, square_norm
+from commopt.state.lifetime import forget_frames, import_what_torch_imports_late
+from commopt.state.own import Origin
+from commopt.state.packed import PackedOptimizer
+from commopt.state.saving import Entries
+from commopt.state.state_bucket import StateBucket
+from commopt.step import starting, step_report
+from commopt.step.closure import loss_of
+from commopt.step.in_flight import StepContext, StepInFlight
+from commopt.step.overlap import Overlap
+from commopt.step.torch_options import (
     OF_ADAM,
     check_group_keys,
     check_group_options,
@@ -321,7 +321,8 @@ class CommOptimizer(PackedOptimizer):
                 hyper-parameters changed between backward and step(). On the other ranks RuntimeError. For a GradScaler
                 after the warm-up, if an attached DDP model has parameters of another optimizer. Nothing has changed
                 then.
-            commopt.optim.calls.OutOfStep: a rank has another learning rate, or is at another step, or in another call.
+            commopt.agreement.calls.OutOfStep: a rank has another learning rate, or is at another step, or in another
+                call.
             commopt.optim.ReplicasDiffer, commopt.optim.NotFinite: see :class:`commopt.Guard`.
             commopt.comm.MessageDamaged: what was received is not what was sent. Parameters and momenta are as before,
                 residuals may not be: every step raises it until a state is loaded.
@@ -558,23 +559,6 @@ class CommOptimizer(PackedOptimizer):
         what has replicas, is in none: it takes plain steps, in every phase."""
         chosen = {id(group) for group in groups}
         return [(b, group) for b, group in self.grouped_buckets() if b.feedback is not None and id(group) in chosen]
-
-    def report_zero_variance(self, groups: list[dict[str, Any]], later: str) -> None:
-        """Warns of parameters of ``groups``, whose variance stands from now on, that will not move. ``later`` says what
-        lets a variance stand later."""
-        found = dict[Tensor, bool]()
-        for bucket, _ in self.compressed_buckets(groups):
-            largest = bucket.highest([float(v.any()) for v in bucket.tensors("exp_avg_sq")])
-            found.update((p, m > 0) for p, m in zip(bucket.params, largest) if p.numel())
-        moves = {p: found[p] for group in groups for p in group["params"] if p in found}  # as they were given
-        self._diagnostics.zero_variance(moves, self.state, self.param_groups, later)
-
-    def report_outsized(self, groups: list[dict[str, Any]]) -> None:
-        """Warns of parameters of ``groups``, whose variance stands from now on, that the scale of their block stops."""
-        times: dict[Tensor, float] = {}
-        for bucket, _ in self.compressed_buckets(groups):
-            times |= floor.outsized(bucket, self.compressor)
-        self._diagnostics.outsized(times, self.param_groups)
 
     def _report_new_phases(self, before: list[str]) -> None:
         changed: dict[tuple[str, str], list[int]] = {}

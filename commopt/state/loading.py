@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from commopt.optim import floor, packing, saving
-from commopt.optim.diagnostics import by_a_door
-from commopt.optim.own import Origin, belongs, cloned, describe, why_left_out
-from commopt.optim.own_tensor import OwnTensor
-from commopt.optim.saving import Entries
-from commopt.optim.state import RANK_LOCAL
+from commopt.agreement.diagnostics import by_a_door
+from commopt.state import packing, saving
+from commopt.state.own import Origin, belongs, cloned, describe, why_left_out
+from commopt.state.own_tensor import OwnTensor
+from commopt.state.saving import Entries
+from commopt.state.split import RANK_LOCAL
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
 
@@ -91,8 +91,6 @@ def fill(
         for key, default in optimizer.defaults.items():
             group.setdefault(key, group.get(key.removeprefix("local_"), default))  # what a local step had: the group's
         group.update({name: int(group[name]) for name in optimizer.group_counters})  # of another library, also a tensor
-        if group.get("raised") is True:  # as it was saved once
-            group["raised"] = floor.raised_by(group, optimizer.compressor)
     entries = optimizer.prepare(entries, origin)
     saving.fill(optimizer.buckets, entries, optimizer.scalars)
     here = packing.origin_here(optimizer)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commopt.comm import CountingBackend, Topology, confirm, gather_rows, message_device
-from commopt.optim.state import OF_RANKS, join_state_dict
+from commopt.state.split import OF_RANKS, join_state_dict
 
 IN_FLIGHT = 2**26
 """Bytes that a rank has of all ranks at a time, on the device that it sends from; at least a MB of each."""

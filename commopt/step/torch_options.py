@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from commopt.optim.checks import arguments_of, nearest
+from commopt.agreement.checks import arguments_of, nearest
 
 logger = logging.getLogger("commopt")
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from commopt import ops
+from commopt.agreement import calls, checks
+from commopt.agreement.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
-from commopt.optim import calls, checks, following, loading, packing
-from commopt.optim.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
-from commopt.optim.state import RANK_LOCAL
 from commopt.sharding import covers, is_sharded, local
+from commopt.state import following, loading, packing
+from commopt.state.split import RANK_LOCAL
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
 
@@ -185,7 +186,7 @@ def register_groups(
 
     Raises:
         ValueError: on every rank, if they differ, or for this or another rank's ``error``.
-        commopt.optim.calls.CallsDiffer: on every rank, if one is in another call.
+        commopt.agreement.calls.CallsDiffer: on every rank, if one is in another call.
     """
     params = [p for group in groups for p in group["params"]]
     topology, device = optimizer.topology, optimizer.control_device(params)
@@ -226,8 +227,8 @@ def check_alike(backend: Backend, groups: list[dict[str, Any]], settings: list[A
 def _setup(
     groups: list[dict[str, Any]], settings: list[Any], device: torch.device, with_frozen: bool = True
 ) -> tuple[dict[str, str], str]:
-    """Facts that ranks compare, and counts, as :func:`commopt.optim.setup.agree_on_setup` takes them; a rank without
-    parameters has the facts of ``device``."""
+    """Facts that ranks compare, and counts, as :func:`commopt.agreement.setup.agree_on_setup` takes them; a rank
+    without parameters has the facts of ``device``."""
     params = [p for group in groups for p in group["params"]]
     # providers may differ in the last bit of an update; instruction sets of one provider do not
     devices = sorted({p.device.type for p in params} or {device.type})

@@ -7,14 +7,15 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from commopt.agreement import calls
 from commopt.comm import Channel, CollectiveError, Work
-from commopt.optim import calls, following, wrapped
-from commopt.optim.in_flight import Starter, StepContext, StepInFlight
-from commopt.optim.overlap import Overlap
-from commopt.optim.state_bucket import StateBucket
+from commopt.state import following, wrapped
+from commopt.state.state_bucket import StateBucket
+from commopt.step.in_flight import Starter, StepContext, StepInFlight
+from commopt.step.overlap import Overlap
 
 if TYPE_CHECKING:
-    from commopt.optim.base import CommOptimizer
+    from commopt.step.base import CommOptimizer
 
 
 def new_step(optimizer: CommOptimizer) -> StepInFlight:

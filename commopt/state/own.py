@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.optim.digest import digest
-from commopt.optim.state import MERGED, RANK_LOCAL
+from commopt.agreement.digest import digest
+from commopt.state.split import MERGED, RANK_LOCAL
 
 Origin = tuple[int, int, int]
 """Whose an own part is: rank (MERGED for all ranks together, MIXED), world size, and checksum of the layout of the

@@ -12,8 +12,8 @@ from torch import Tensor
 from commopt.bucket import Bucket
 from commopt.comm import Backend, Replicas, all_reduce_bytes, gather_rows, message_device, wait
 from commopt.compress import Chunk, Feedback
-from commopt.optim.own_tensor import OwnTensor, Place
 from commopt.sharding import like, settle
+from commopt.state.own_tensor import OwnTensor, Place
 
 
 @dataclass

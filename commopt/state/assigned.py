@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from commopt.optim.diagnostics import names_of
-from commopt.optim.state_bucket import StateBucket
+from commopt.agreement.diagnostics import names_of
 from commopt.sharding import cut, cut_alike, local
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 
 class Assigned(NamedTuple):

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commopt.agreement import calls
+from commopt.agreement.calls import FIELDS, OTHER_BUCKETS, OutOfStep, StepRefused
+from commopt.agreement.digest import as_long_as_any
+from commopt.agreement.setup import gather_texts
 from commopt.comm import CONFIRMATION_BYTES, Backend, Work, gather_rows, numbers_in_world, wait
 from commopt.comm.backend import Done
-from commopt.optim import calls
-from commopt.optim.calls import FIELDS, OTHER_BUCKETS, OutOfStep, StepRefused
-from commopt.optim.digest import as_long_as_any
-from commopt.optim.setup import gather_texts
 
 LARGEST_NORM = 1e14
 """A rank whose gradients have a larger 2-norm counts as one whose gradients are not finite: their squares, and those of

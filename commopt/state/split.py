@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from commopt.optim.places import PLACES, RANK_LOCAL, on_one_device, put_together, with_server
+from commopt.state.places import PLACES, RANK_LOCAL, on_one_device, put_together, with_server
 
 StateDict = dict[str, Any]
 

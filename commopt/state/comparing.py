@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from commopt.agreement.digest import digest
 from commopt.comm import wait
-from commopt.optim.digest import digest
-from commopt.optim.guard import describe_difference
-from commopt.optim.state_bucket import StateBucket
+from commopt.state.guard import describe_difference
+from commopt.state.state_bucket import StateBucket
 
 if TYPE_CHECKING:
-    from commopt.optim.packed import PackedOptimizer
+    from commopt.state.packed import PackedOptimizer
 
 logger = logging.getLogger("commopt")
 

@@ -1,0 +1,1 @@
+"""What an optimizer holds: state in buckets, of replicas that may differ; followed, compared, saved and loaded."""
