@@ -370,6 +370,7 @@ def test_zero_one_adam_refreshes_from_the_beginning_and_takes_no_local_steps_unt
     rounds = ["compressed" if sync.synchronises(t - stood) else "local" for t in range(stood + 1, 220)]
     assert kinds[stood:219] == rounds
     assert caplog.text.count("all ranks refresh it again, in full precision") == 1
+    assert caplog.text.count("refreshing from now on with exact averages at refreshes, else Sign(") == 1
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ _unfinished: list[tuple[Any, list[list[Any]]]] = []
 
 
 def _completed(works: Sequence[Any]) -> bool:
-    return all(work.is_completed() for work in works)
+    return False not in [work.is_completed() for work in works]  # asked again and again while a rank waits
 
 
 def _ended() -> list[Any]:

@@ -203,9 +203,6 @@ class CSER(CommOptimizer):
         checks.check_bool("maximize", group["maximize"])
         checks.check_period(group["period"])
 
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "reset_compressor": self.reset_compressor}
-
     # state ------------------------------------------------------------------------------------------------------------
 
     @property

@@ -19,12 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from commopt.agreement.checks import check_compressor
 from commopt.agreement.decision import StepDecision
 from commopt.agreement.diagnostics import tell_if_never_compressed
 from commopt.comm import Work
 from commopt.compress import Compressor
-from commopt.compress.compressor import common_multiple
 from commopt.optim import floor, settling, thaw, unmoved
 from commopt.optim.exchange import averaged_gradients
 from commopt.state.state_bucket import StateBucket
@@ -52,7 +50,8 @@ class WarmupOptimizer(CommOptimizer):
         warmup_compressor: of the gradients of the warm-up; None for full precision.
     """
 
-    _SETTINGS = (*CommOptimizer._SETTINGS, "warmup_compressor")
+    further_compressors: tuple[str, ...] = ("warmup_compressor",)
+    _SETTINGS = (*CommOptimizer._SETTINGS, *further_compressors)
 
     scalars: Mapping[str, float] = settling.SCALARS
 
@@ -67,17 +66,6 @@ class WarmupOptimizer(CommOptimizer):
     ) -> None:
         self.warmup_compressor = warmup_compressor
         super().__init__(params, defaults, **common)
-
-    def check_settings(self) -> None:
-        super().check_settings()
-        if self.warmup_compressor is not None:
-            check_compressor(self.warmup_compressor, "warmup_compressor")
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "warmup_compressor": self.warmup_compressor}
-
-    def chunk_multiple(self) -> int | None:
-        return common_multiple(self.compressor, self.warmup_compressor)
 
     def wants_average(self, group: dict[str, Any]) -> bool:
         return super().wants_average(group) and (self.warmup_compressor is None or self.topology.nodes == 1)

@@ -73,7 +73,6 @@ from commopt.agreement.decision import StepDecision
 from commopt.agreement.diagnostics import tell_if_never_settled
 from commopt.comm import Backend, Work, reduce_scatter
 from commopt.compress import Compressor, FrozenAdam, Momentum
-from commopt.compress.compressor import common_multiple
 from commopt.optim import floor, schedule, settling, unmoved
 from commopt.optim.anchored import Interval, add_params_, moves, next_interval, place, to_anchor
 from commopt.optim.exchange import averaged_gradients, compressed_mean_of, local_momentum
@@ -160,7 +159,8 @@ class ZeroOneAdam(CommOptimizer):
             settings.
     """
 
-    _SETTINGS = (*CommOptimizer._SETTINGS, "refresh_compressor")
+    further_compressors = ("refresh_compressor",)
+    _SETTINGS = (*CommOptimizer._SETTINGS, *further_compressors)
 
     step_counters = (*CommOptimizer.step_counters, "interval_step")
     scalars: Mapping[str, float] = {**settling.SCALARS, "missed_at": 0.0}  # step of a gradient before any refresh
@@ -229,17 +229,6 @@ class ZeroOneAdam(CommOptimizer):
             torch_options=torch_options,
         )
 
-    def check_settings(self) -> None:
-        super().check_settings()
-        if self.refresh_compressor is not None:
-            checks.check_compressor(self.refresh_compressor, "refresh_compressor")
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "refresh_compressor": self.refresh_compressor}
-
-    def chunk_multiple(self) -> int | None:
-        return common_multiple(self.compressor, self.refresh_compressor)
-
     def check_group(self, group: dict[str, Any]) -> None:
         checks.check_lr(group["lr"])
         checks.check_betas(group["betas"])
@@ -299,6 +288,10 @@ class ZeroOneAdam(CommOptimizer):
 
     def is_local(self, group: dict[str, Any]) -> bool:
         return self.kind_of(group) == "local"
+
+    def sends_in(self, phase: str) -> str:
+        refreshes = "exact averages" if self.refresh_compressor is None else str(self.refresh_compressor)
+        return f"{refreshes} at refreshes, else {self.compressor}" if phase == "refreshing" else super().sends_in(phase)
 
     def report_phase(self, phase: str, groups: list[dict[str, Any]]) -> None:
         if phase == "frozen":

@@ -605,8 +605,8 @@ class OuterOptimizer(PackedOptimizer):
 
     _SETTINGS: tuple[str, ...] = (
         "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming",
-        "skipped_steps", "skipped_rounds", "defaults",
     )  # fmt: skip
+    _KEPT: tuple[str, ...] = ("skipped_steps", "skipped_rounds", "defaults")
 
     def __getstate__(self) -> dict[str, Any]:
         self._where = follow_casts(parts_of(self.base), self.params, self._where)

@@ -670,10 +670,10 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     # pickling and copying ---------------------------------------------------------------------------------------------
 
-    _SETTINGS: tuple[str, ...] = (
-        "compressor", "max_grad_norm", "bucket_mb", "overlap", "guard", "reduction", "skipped_steps",
-        "dropped_gradients", "defaults", "param_groups",
-    )  # fmt: skip
+    _SETTINGS: tuple[str, ...] = ()
+    """Arguments of the constructor that are not of a group, by name, as attributes: a copy has them."""
+    _KEPT: tuple[str, ...] = ("skipped_steps", "dropped_gradients", "defaults", "param_groups")
+    """Attributes that a copy has besides."""
 
     def __getstate__(self) -> dict[str, Any]:
         return pickling.state_of(self)

@@ -27,7 +27,7 @@ def state_of(optimizer: PackedOptimizer) -> dict[str, Any]:
     assigned.check(optimizer)
     following.regroup_between_steps(optimizer)
     return {
-        **{name: getattr(optimizer, name) for name in optimizer._SETTINGS},
+        **{name: getattr(optimizer, name) for name in (*optimizer._SETTINGS, *optimizer._KEPT)},
         "state": cloned(optimizer.all_state()),
         "origin": packing.origin_here(optimizer),
         "runs": packing.runs_of(optimizer),

@@ -46,6 +46,7 @@ from commopt.comm import (
     resolve_backend,
 )
 from commopt.compress import Compressor, Sign
+from commopt.compress.compressor import common_multiple
 from commopt.state import binding, comparing, following, wrapped
 from commopt.state.foreign import WHOSE, check_moments
 from commopt.state.guard import Guard, NotFinite, check_guard, tell_not_finite
@@ -102,6 +103,11 @@ class CommOptimizer(PackedOptimizer):
 
     known_options: tuple[str, ...] = OF_ADAM
     """Names in ``torch_options``."""
+
+    further_compressors: tuple[str, ...] = ()
+    """Arguments that are a compressor beside ``compressor``, or None."""
+
+    _SETTINGS: tuple[str, ...] = ("compressor", "max_grad_norm", "bucket_mb", "overlap", "guard", "reduction")
 
     # so that a GradScaler never skips step() on one rank alone; the ranks agree inside
     _step_supports_amp_scaling = True
@@ -165,13 +171,18 @@ class CommOptimizer(PackedOptimizer):
     def check_settings(self) -> None:
         """Raises ValueError if an argument that is not of a group is out of range."""
         checks.check_compressor(self.compressor)
+        for name in self.further_compressors:
+            if getattr(self, name) is not None:
+                checks.check_compressor(getattr(self, name), name)
         checks.check_common(self.max_grad_norm, self.bucket_mb, self.overlap)
         checks.check_reduction(self.reduction)
 
     def settings(self) -> dict[str, Any]:
         """Settings, besides the groups, that must be the same on every rank, by name."""
-        names = ("compressor", "max_grad_norm", "bucket_mb", "overlap", "guard", "reduction")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self._SETTINGS}
+
+    def chunk_multiple(self) -> int | None:
+        return common_multiple(self.compressor, *[getattr(self, name) for name in self.further_compressors])
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:
         """One step of the algorithm on one bucket. Changes nothing that outlives the step before it has yielded
