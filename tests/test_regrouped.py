@@ -12,8 +12,10 @@ from every import COMMUNICATING, make
 from torch import nn
 from worlds import on_threads, same_bits, seeded
 
-from commopt import OneBitAdam
+from commopt import OneBitAdam, ZeroOneAdam
 from commopt.comm import ThreadBackend
+from commopt.compress import Int8, Sign
+from commopt.optim import SyncPolicy, VariancePolicy
 
 RANKS = 2
 
@@ -362,3 +364,62 @@ def test_a_whole_bucket_that_has_moved_is_saved_and_copied_as_it_is(how: str, ca
 
     on_threads(RANKS, run)
     assert "loaded state" not in caplog.text
+
+
+def owed(optimizer: Any, p: torch.Tensor) -> torch.Tensor:
+    """What this rank owes of ``p``: of the mean over the ranks, times their number."""
+    bucket = next(bucket for bucket in optimizer.buckets if any(q is p for q in bucket.params))
+    return next(x for q, x in zip(bucket.params, bucket.views(bucket.owed(RANKS))) if q is p)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_0_1_adam_has_lost_moves_a_parameter_no_further_in_a_group_with_longer_intervals(alone: bool) -> None:
+    """Residuals are of the mean momentum of an interval: where that is four times as long, they are a fourth of it."""
+
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        first = [net[0].weight] if alone else list(net[0].parameters())
+        rare = {"params": list(net[1].parameters()), "sync": SyncPolicy(4, None, 4)}
+        groups = [{"params": first}, rare] if not alone else [{"params": [*first, net[0].bias]}, rare]
+        optimizer = ZeroOneAdam(
+            groups, variance=VariancePolicy(1, 2), sync=SyncPolicy(1, None, 1), compressor=Sign(16), backend=backend,
+            bucket_mb=1e-5 if alone else None,
+        )  # fmt: skip
+        train(net, optimizer, range(6), backend.rank)  # a round of both
+        p, (often, seldom) = net[0].weight, optimizer.param_groups
+        assert (often["residual_interval"], seldom["residual_interval"]) == (1, 4)
+        before = owed(optimizer, p)
+        assert before.any()
+        often["params"] = [q for q in often["params"] if q is not p]
+        seldom["params"].append(p)
+        optimizer.state_dict()
+        torch.testing.assert_close(owed(optimizer, p), before / 4)
+
+    on_threads(RANKS, run)
+
+
+def test_a_refresh_in_a_new_group_leaves_out_what_rounds_have_lost() -> None:
+    """The variance would be that of the residuals, which are of momenta."""
+
+    def run(backend: ThreadBackend) -> None:
+        p, q = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+        optimizer = ZeroOneAdam(
+            [p, q], betas=(0.9, 0.5), variance=VariancePolicy(1, 2), compressor=Sign(64), refresh_compressor=Int8(),
+            backend=backend,
+        )  # fmt: skip
+
+        def step() -> None:
+            for x in (p, q):
+                x.grad = torch.linspace(0.5, 1.5, 64)
+            optimizer.step()
+
+        for _ in range(20):
+            step()
+        optimizer.param_groups[0]["params"].pop()
+        optimizer.add_param_group({"params": [q]})
+        before = optimizer.state[q]["exp_avg_sq"].clone()
+        step()
+        expected = 0.5 * before + 0.5 * torch.linspace(0.5, 1.5, 64) ** 2
+        torch.testing.assert_close(optimizer.state[q]["exp_avg_sq"], expected, rtol=0.05, atol=0)
+
+    on_threads(RANKS, run)

@@ -393,6 +393,14 @@ class ZeroOneAdam(CommOptimizer):
                 bucket.feedback.worker.mul_(share)
                 bucket.feedback.server.mul_(share)
 
+    def regrouped(self, p: Tensor, old: dict[str, Any], new: dict[str, Any]) -> None:
+        """What was lost of ``p`` is weighed as in its new group, whose interval may be longer."""
+        if not new["residual_interval"]:
+            new.update(residual_steps=old["residual_steps"], residual_interval=old["residual_interval"])
+        share = (old["residual_interval"] or 1) / (new["residual_interval"] or 1)
+        for residual in self.residuals.get(p, {}).values() if share < 1 else ():
+            residual.mul_(share)
+
     # the step ---------------------------------------------------------------------------------------------------------
 
     def bucket_step(self, bucket: StateBucket, group: dict[str, Any], ctx: StepContext) -> Iterator[Work]:

@@ -93,20 +93,23 @@ def register(optimizer: PackedOptimizer) -> None:
     come from other ones that the variance of these may not be raised."""
     was = {id(p): i for i, params in enumerate(optimizer._registered) for p in params}
     for i, group in enumerate(optimizer.param_groups):
-        if "raised" in group and any(was.get(id(p), i) != i for p in group["params"]):
+        come = [p for p in group["params"] if was.get(id(p), i) != i]
+        if "raised" in group and come:
             group["raised"] = ""
+        for p in come if len(optimizer._registered) <= len(optimizer.param_groups) else ():  # else some are gone
+            optimizer.regrouped(p, optimizer.param_groups[was[id(p)]], group)
     optimizer._registered, optimizer._layout = [list(group["params"]) for group in optimizer.param_groups], None
 
 
 def regroup(optimizer: PackedOptimizer) -> None:
     """Gives parameters that were put into other groups buckets of those, with their state, and what this rank owes of
     each."""
+    state, origin, runs = optimizer.all_state(), packing.origin_here(optimizer), packing.runs_of(optimizer)
+    register(optimizer)
     buckets = [bucket for bucket in optimizer.buckets if bucket.feedback is not None]
     owed: dict[Tensor, Tensor] | None = None
     if all(bucket.local_world_size == 1 for bucket in buckets):  # else a rank has a part, which is another one then
         owed = {p: x for b in buckets for p, x in zip(b.params, b.views(b.owed(b.world_size)))}
-    state, origin, runs = optimizer.all_state(), packing.origin_here(optimizer), packing.runs_of(optimizer)
-    register(optimizer)
     rebuild(optimizer, state, origin, runs, owed)
 
 

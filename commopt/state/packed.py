@@ -172,6 +172,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Hook for parameters that somebody may have changed since the last step, as by loading a model: takes over
         what is kept of them besides. Called before that is saved."""
 
+    def regrouped(self, p: Tensor, old: dict[str, Any], new: dict[str, Any]) -> None:
+        """Hook for when somebody has put ``p`` from the group ``old`` into ``new``; its bucket is the old one still."""
+
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         """Hook for when parameters were exchanged: ``new`` has the one in place of each."""
 
