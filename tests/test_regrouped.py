@@ -10,7 +10,7 @@ import pytest
 import torch
 from every import COMMUNICATING, make
 from torch import nn
-from worlds import on_threads, same_bits, seeded
+from worlds import on_threads, same_bits, seeded, through_a_file
 
 from commopt import OneBitAdam, ZeroOneAdam
 from commopt.comm import ThreadBackend
@@ -423,3 +423,14 @@ def test_a_refresh_in_a_new_group_leaves_out_what_rounds_have_lost() -> None:
         torch.testing.assert_close(optimizer.state[q]["exp_avg_sq"], expected, rtol=0.05, atol=0)
 
     on_threads(RANKS, run)
+
+
+def test_a_group_that_has_taken_no_step_has_taken_none_when_it_is_loaded() -> None:
+    """Its parameters have, in another group; a plain Adam's state has no steps of groups."""
+    net = model()
+    optimizer = OneBitAdam(net.parameters())
+    train(net, optimizer, range(3), 0)
+    into_a_new_one(net, optimizer)
+    again = OneBitAdam([{"params": group["params"]} for group in optimizer.param_groups])
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert [group["step"] for group in again.param_groups] == [3, 0]

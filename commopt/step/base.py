@@ -261,13 +261,9 @@ class CommOptimizer(PackedOptimizer):
     def loaded(self, entries: Entries, origin: Origin | None) -> None:
         super().loaded(entries, origin)
         self._damaged = None
-        packed = self.packed()
         leave_out_of_loaded(type(self), self.param_groups, self.known_options, self.topology.rank == 0)
         for group in self.param_groups:
             group[WHOSE] = self.saved_as()
-            if origin is None and not group["step"]:  # the state of a plain Adam counts by parameter only
-                steps = (self.state[p]["step"] for p in group["params"] if id(p) in packed)
-                group["step"] = int(max(steps, default=0))
 
     # groups -----------------------------------------------------------------------------------------------------------
 
@@ -461,6 +457,15 @@ class CommOptimizer(PackedOptimizer):
     def check_loaded(self, given: dict[str, Any]) -> None:
         super().check_loaded(given)
         check_moments(self.saved_as(), given, map(self.moments_of, self.params))
+
+    def _load(self, given: dict[str, Any]) -> None:
+        packed = self.packed()
+        for group, theirs in zip(self.param_groups, given["param_groups"]):
+            if WHOSE not in theirs and not theirs.get("step"):  # the state of a plain Adam counts by parameter only
+                numbers = (i for i, p in zip(theirs["params"], group["params"]) if id(p) in packed)
+                steps = (given["state"].get(i, {}).get("step") or 0 for i in numbers)
+                group["step"] = int(max(steps, default=0))
+        super()._load(given)
 
     # when buckets start -----------------------------------------------------------------------------------------------
 
