@@ -12,7 +12,7 @@ from every import COMMUNICATING, make
 from torch import nn
 from worlds import on_threads, same_bits, seeded, through_a_file
 
-from commopt import OneBitAdam, ZeroOneAdam
+from commopt import CSER, OneBitAdam, ZeroOneAdam
 from commopt.comm import ThreadBackend
 from commopt.compress import Int8, Sign
 from commopt.optim import SyncPolicy, VariancePolicy
@@ -434,3 +434,22 @@ def test_a_group_that_has_taken_no_step_has_taken_none_when_it_is_loaded() -> No
     again = OneBitAdam([{"params": group["params"]} for group in optimizer.param_groups])
     again.load_state_dict(through_a_file(optimizer.state_dict()))
     assert [group["step"] for group in again.param_groups] == [3, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+def test_a_parameter_that_is_given_twice_is_saved_and_loaded_once() -> None:
+    def run(backend: ThreadBackend) -> None:
+        p, q = nn.Parameter(torch.ones(70)), nn.Parameter(torch.ones(3))
+        optimizer = CSER([p, q, p], momentum=0.9, period=2, compressor=Sign(16), backend=backend)
+        for step in range(3):
+            for x in (p, q):
+                x.grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            optimizer.step()
+        saved = through_a_file(optimizer.state_dict())
+        again = CSER([p, q, p], momentum=0.9, period=2, compressor=Sign(16), backend=backend)
+        again.load_state_dict(saved)
+        new = again.state_dict()
+        assert new["state"].keys() == saved["state"].keys()
+        assert new["residuals"]["state"].keys() == saved["residuals"]["state"].keys() <= saved["state"].keys()
+
+    on_threads(RANKS, run)

@@ -87,7 +87,8 @@ def own_states(
                 mine = bucket.tensors(name) if name in bucket.buffers else []
             for p, tensor in zip(bucket.params, mine):
                 out[id(p)][name] = tensor
-    return {i: cloned(out[id(p)]) for i, p in enumerate(params) if out[id(p)]}
+    numbers = {id(p): i for i, p in enumerate(params)}  # of one that is in a group twice the last, as torch has it
+    return {i: cloned(out[key]) for key, i in numbers.items() if out[key]}
 
 
 def check_fits(given: Mapping[str, Any], params: Sequence[Tensor], buckets: Sequence[StateBucket]) -> None:
