@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commopt.ddp_models import instances_of, with_subclasses
-from commopt.sharding import leave_dims, notes_dims
+from commopt.sharding import is_sharded, leave_dims, notes_dims
 
 _TAKEN: weakref.WeakKeyDictionary[Any, TakenReplicas] = weakref.WeakKeyDictionary()
 """By FSDP's group of parameters, who averages over its replicas in FSDP2's stead."""
@@ -146,9 +146,29 @@ def modules_around(params: Sequence[Tensor]) -> list[Any]:
 
 def gather_anew(modules: Sequence[Any]) -> None:
     """Has FSDP2 gather the weights of ``modules`` anew, which have changed: what it has gathered for a forward without
-    a backward, of the outermost module at least, it would go on with."""
+    a backward, of the outermost module at least, it would go on with. Until then these, and not the pieces of this
+    rank, are the parameters of the modules."""
     for module in modules:
         module.reshard()
+
+
+def refuse_gathered(params: Sequence[Tensor]) -> None:
+    """Raises ValueError if any of ``params`` are weights that FSDP2 has gathered, whose memory it frees. Looks at all
+    objects where there are models of FSDP2, and plain tensors among ``params``: those of tensor parallelism that were
+    gathered are not seen."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or all(map(is_sharded, params)):
+        return
+    kinds = with_subclasses(fsdp.FSDPModule) - {fsdp.FSDPModule}
+    groups = [group for module in (instances_of(kinds) if kinds else ()) for group in groups_in(module)]
+    whole = {id(getattr(p, "_unsharded_param", None)) for group in groups for p in group.fsdp_params}
+    gathered = [p for p in params if id(p) in whole]
+    if gathered:
+        raise ValueError(
+            f"{len(gathered)} of the parameters, such as one of shape {tuple(gathered[0].shape)}, are whole weights "
+            "that FSDP2 has gathered for a forward without a backward, such as an evaluation, and not the pieces that "
+            "are trained: call reshard() of the modules that fully_shard() was called on, and then give parameters()"
+        )
 
 
 def groups_in(module: Any) -> list[Any]:

@@ -1102,6 +1102,26 @@ def evaluated_after_a_load(rank: int, world_size: int) -> bool:
     return all(g is None or bool(g.isfinite().all()) for g in gradients(net))
 
 
+def made_after_an_evaluation(rank: int, world_size: int) -> dict[str, float]:
+    """How far gradients are from FSDP's where the model was evaluated before they were compressed, so that FSDP still
+    has whole weights in their modules; cut over all ranks, inside replicas, and on both dimensions."""
+    mesh, out = grid(2, world_size // 2), {}
+    ways: dict[str, tuple[dict[str, Any], Any]] = {
+        "all": ({}, None), "inside": ({"mesh": mesh["shard"]}, mesh), "both": ({"mesh": mesh}, None),
+        "kept": ({"reshard_after_forward": False}, None),
+    }  # fmt: skip
+    for name, (options, process_group) in ways.items():
+        plain = cut(Odd(), **({"mesh": mesh} if name == "inside" else options))
+        net = cut(Odd(), **options)
+        with torch.no_grad():
+            net(images(0, rank))
+        commopt.compress_gradients(net, Identity(), process_group=process_group)
+        for each in (plain, net):
+            backward(each, 1, rank)
+        out[name] = apart(net, plain)
+    return out
+
+
 def of_the_page(rank: int, world_size: int, program: str) -> list[float]:
     """How many times fewer bytes are sent by each way of a program of the pages, on machines of two ranks."""
     imports, *ways = program.replace('"cuda"', '"cpu"').split("\n\n")

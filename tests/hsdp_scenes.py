@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 from commopt.compress import Identity, Int8
-from commopt.hsdp import has_replicas
+from commopt.hsdp import has_replicas, modules_of
 from commopt.sharding import local
 
 
@@ -110,7 +110,7 @@ def compressed(rank: int, world_size: int) -> dict[str, Any]:
         grads = []
         for compress in (False, True):
             net = net_on(mesh)
-            for module in (net, net.first, net.second):
+            for module in modules_of(net):
                 if factor is not None:
                     module.set_gradient_divide_factor(factor)
                 module.set_force_sum_reduction_for_comms(True)
@@ -203,6 +203,32 @@ def attached(rank: int, world_size: int) -> dict[str, Any]:
     net = net_on(mesh)
     commopt.compress_gradients(net, Int8())
     out["compressed, then attached"] = error_of(lambda: commopt.attach(net, ours(net.parameters())))
+    return out
+
+
+def evaluated(rank: int, world_size: int) -> dict[str, Any]:
+    """A model that FSDP2 has gathered for an evaluation: an optimizer that was made before is attached, and one that is
+    made of what was gathered is an error."""
+    mesh, out = grid(2, 2), {}
+
+    def ours(net: nn.Module) -> Any:
+        return commopt.OneBitAdam(net.parameters(), lr=1e-2, freeze_step=2000, process_group=mesh)
+
+    for together in (False, True):
+        net = net_on(mesh, together)
+        optimizer = ours(net)
+        for module in modules_of(net):
+            module.unshard()
+        commopt.attach(net, optimizer)
+        out[f"attached, {together}"] = trained(net, rank, optimizer)
+    net = net_on(mesh, together=True)
+    with torch.no_grad():
+        net(torch.ones(1, 6, dtype=torch.float64))
+    out["made"] = error_of(lambda: ours(net))
+    net.reshard()
+    optimizer = ours(net)
+    commopt.attach(net, optimizer)
+    out["made anew"] = trained(net, rank, optimizer)
     return out
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from worlds import on_processes, same_bits
 
 from commopt import LocalSGD, OneBitAdam
+from commopt.compress import Int4
 
 STOPPED, STEPS = 4, 7
 
@@ -77,12 +78,16 @@ def of_trainer(folder: str, steps: int, resume: bool, mesh: Any = None) -> dict[
     return {**out, "phase": None, "saved": whole(model)}
 
 
-def of_lightning(folder: str, steps: int, resume: bool, over: str = "tensor_parallel") -> dict[str, Any]:
+def of_lightning(
+    folder: str, steps: int, resume: bool, over: str = "tensor_parallel", compressor: Any = None
+) -> dict[str, Any]:
+    """One bit; or, with a ``compressor``, AdamW on compressed gradients, after Lightning has tried a validation out."""
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
-    from commopt.integrations.lightning import CommoptCallback
+    from commopt.integrations.lightning import CommoptCallback, CompressGradients
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -99,21 +104,32 @@ def of_lightning(folder: str, steps: int, resume: bool, over: str = "tensor_para
             draw = torch.Generator().manual_seed(2 * self.global_step + dist.get_rank())
             return self.net(torch.randn(4, 8, generator=draw)).square().mean()
 
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.net(torch.ones(4, 8))
+
         def configure_optimizers(self) -> Any:
+            if compressor is not None:
+                return torch.optim.AdamW(self.parameters(), lr=1e-2)
             return OneBitAdam(self.parameters(), lr=1e-2, freeze_step=2, process_group=self.device_mesh)
 
     module = Module()
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[CommoptCallback()], default_root_dir=folder,
+        enable_checkpointing=compressor is not None, default_root_dir=folder,
+        callbacks=[CommoptCallback()] if compressor is None else [
+            CompressGradients(compressor),
+            ModelCheckpoint(folder, "stopped", every_n_train_steps=STOPPED, enable_version_counter=False),
+        ],
     )  # fmt: skip
     path = f"{folder}/stopped.ckpt"
+    batches = torch.utils.data.DataLoader(torch.zeros(64, 1))
+    validated = None if compressor is None else batches
     with listening() as said:
-        trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(64, 1)), ckpt_path=path if resume else None)
-    if steps == STOPPED:
+        trainer.fit(module, batches, validated, ckpt_path=path if resume else None)
+    if steps == STOPPED and compressor is None:
         trainer.save_checkpoint(path)
-    return {"params": whole(module), "phase": trainer.optimizers[0].phase, "said": said}
+    return {"params": whole(module), "phase": getattr(trainer.optimizers[0], "phase", None), "said": said}
 
 
 def scenes(rank: int, world: int) -> dict[str, Any]:
@@ -123,7 +139,9 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
     out = {}
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     replicas = functools.partial(of_trainer, mesh=mesh)
-    for name, run in (("lightning", of_lightning), ("trainer", of_trainer), ("replicas", replicas)):
+    compressed = functools.partial(of_lightning, over="data_parallel", compressor=Int4(block=8))
+    runs = {"lightning": of_lightning, "compressed": compressed, "trainer": of_trainer, "replicas": replicas}
+    for name, run in runs.items():
         folder = str(Path(folders[0], name))
         out[name] = {
             "stopped": run(folder, STOPPED, False),
@@ -139,7 +157,9 @@ def ranks() -> list[dict[str, Any]]:
     return on_processes(2, scenes)
 
 
-@pytest.mark.parametrize(("name", "phase"), [("trainer", "plain"), ("lightning", "compressed"), ("replicas", None)])
+@pytest.mark.parametrize(
+    ("name", "phase"), [("trainer", "plain"), ("lightning", "compressed"), ("compressed", None), ("replicas", None)]
+)
 def test_a_resumed_run_is_one_never_stopped(ranks: list[dict[str, Any]], name: str, phase: str) -> None:
     for rank in ranks:
         assert rank[name]["stopped"]["phase"] == phase

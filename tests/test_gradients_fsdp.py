@@ -420,6 +420,11 @@ def test_weights_of_several_dtypes_are_refused_where_fsdp_gathers_bytes(pool):
         assert allowed == "allowed"
 
 
+def test_gradients_may_be_compressed_after_an_evaluation(pool):
+    for rank in pool.over_gloo(4, fsdp_scenes.made_after_an_evaluation):
+        assert max(rank.values()) < 1e-14
+
+
 def test_an_evaluation_may_be_the_first_after_a_load(pool):
     assert all(pool.over_gloo(2, fsdp_scenes.evaluated_after_a_load))
 

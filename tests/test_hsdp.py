@@ -52,6 +52,14 @@ def test_an_attached_optimizer_leaves_nobody_without_an_average(pool: Pool) -> N
         assert "was called after attach()" in found["factor set later"]
 
 
+def test_after_an_evaluation_weights_that_were_gathered_are_no_parameters(pool: Pool) -> None:
+    for found in pool.over_gloo(4, hsdp_scenes.evaluated):
+        for name in ("attached, False", "attached, True", "made anew"):
+            assert found[name], name
+        assert "4 of the parameters, such as one of shape (6, 6), are whole weights" in found["made"]
+        assert "call reshard()" in found["made"]
+
+
 def test_a_model_that_is_moved_or_cast_is_averaged_over_its_replicas_as_before(pool: Pool) -> None:
     for found in pool.over_gloo(4, hsdp_scenes.converted):
         assert len(found) == 6

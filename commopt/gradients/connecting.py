@@ -49,7 +49,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.gradients.watching import check_interval
-from commopt.hsdp import TakenReplicas, give_back, take_replicas
+from commopt.hsdp import TakenReplicas, gather_anew, give_back, modules_of, take_replicas
 from commopt.ops.checks import REAL
 from commopt.sharding import is_sharded, local
 
@@ -140,6 +140,8 @@ def compress_gradients(
     given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction, scaled, check_every, warmup_steps)
     taken: list[TakenReplicas] = []
     error: Exception | None = None
+    if isinstance(model, nn.Module):
+        gather_anew(modules_of(model))  # after an evaluation it would have whole weights for parameters
     try:
         taken = take_replicas(model, "compress_gradients()", reduction) if isinstance(model, nn.Module) else []
     except ValueError as caught:

@@ -17,6 +17,7 @@ from commopt import ops
 from commopt.agreement import calls, checks
 from commopt.agreement.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
 from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
+from commopt.hsdp import refuse_gathered
 from commopt.sharding import covers, is_sharded, local
 from commopt.state import following, loading, packing
 from commopt.state.split import RANK_LOCAL
@@ -146,6 +147,7 @@ def _take_replicas(optimizer: PackedOptimizer) -> None:
 def check_held(optimizer: PackedOptimizer, params: Sequence[Tensor]) -> None:
     """Raises ValueError if ``params`` cannot be trained, or not by these ranks. Communicates nothing."""
     checks.check_params(params, optimizer.devices(), optimizer.topology.is_sharded)
+    refuse_gathered(params)
     for p in params:
         optimizer.topology.check(p)
 
