@@ -29,9 +29,11 @@ def whole(model: nn.Module) -> list[Tensor]:
     return [p.detach().full_tensor().clone() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
-def of_trainer(folder: str, steps: int, resume: bool, mesh: Any = None) -> dict[str, Any]:
+def of_trainer(
+    folder: str, steps: int, resume: bool, mesh: Any = None, kind: str = "SHARDED_STATE_DICT"
+) -> dict[str, Any]:
     """Cut over all ranks, with one bit; or over a ``mesh`` of replicas and shards, with local steps: of that also the
-    parameters after each step, and the model in the checkpoint."""
+    parameters after each step, and the model in the checkpoint. ``kind`` of what FSDP saves."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -65,12 +67,13 @@ def of_trainer(folder: str, steps: int, resume: bool, mesh: Any = None) -> dict[
         before[id(state)] = state._shared_state["distributed_type"]
         state._shared_state["distributed_type"] = DistributedType.FSDP
     trainer.accelerator.state._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, state_dict_type=kind
     )
     trainer.is_fsdp_enabled = True
     assert trainer.accelerator.is_fsdp2
-    trainer.train(resume_from_checkpoint=resume)
-    out = {"params": whole(model), "stepped": stepped}
+    with listening() as said:
+        trainer.train(resume_from_checkpoint=resume)
+    out = {"params": whole(model), "stepped": stepped, "said": said}
     if mesh is None:
         return {**out, "phase": trainer.optimizer.optimizer.phase}
     if steps == STOPPED:
@@ -140,7 +143,10 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     replicas = functools.partial(of_trainer, mesh=mesh)
     compressed = functools.partial(of_lightning, over="data_parallel", compressor=Int4(block=8))
-    runs = {"lightning": of_lightning, "compressed": compressed, "trainer": of_trainer, "replicas": replicas}
+    full = functools.partial(of_trainer, kind="FULL_STATE_DICT")
+    runs = {
+        "lightning": of_lightning, "compressed": compressed, "trainer": of_trainer, "full": full, "replicas": replicas,
+    }  # fmt: skip
     for name, run in runs.items():
         folder = str(Path(folders[0], name))
         out[name] = {
@@ -148,6 +154,9 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
             "resumed": run(folder, STEPS, True),
             "never stopped": run(f"{folder}-whole", STEPS, False),
         }
+    out["replicas in full"] = {
+        "stopped": replicas(f"{folders[0]}/full-replicas", STOPPED, False, kind="FULL_STATE_DICT")
+    }
     out["over data_parallel"] = {"once": of_lightning(folders[0], 1, False, over="data_parallel")}
     return out
 
@@ -157,9 +166,16 @@ def ranks() -> list[dict[str, Any]]:
     return on_processes(2, scenes)
 
 
-@pytest.mark.parametrize(
-    ("name", "phase"), [("trainer", "plain"), ("lightning", "compressed"), ("compressed", None), ("replicas", None)]
-)
+PHASES = [
+    ("trainer", "plain"),
+    ("full", "plain"),
+    ("lightning", "compressed"),
+    ("compressed", None),
+    ("replicas", None),
+]
+
+
+@pytest.mark.parametrize(("name", "phase"), PHASES)
 def test_a_resumed_run_is_one_never_stopped(ranks: list[dict[str, Any]], name: str, phase: str) -> None:
     for rank in ranks:
         assert rank[name]["stopped"]["phase"] == phase
@@ -176,6 +192,17 @@ def test_replicas_that_trainer_saves_are_their_mean_and_each_resumes_from_its_ow
         assert same_bits(run["stopped"]["saved"], [(a + b) / 2 for a, b in zip(mine, other)])
         for step in range(STOPPED + 1, STEPS + 1):
             assert same_bits(run["resumed"]["stepped"][step], run["never stopped"]["stepped"][step])
+
+
+def test_what_rank_0_alone_would_save_is_said_before_it_is_lost(ranks: list[dict[str, Any]]) -> None:
+    said = [
+        [line for line in rank["replicas in full"]["stopped"]["said"] if "FULL_STATE_DICT" in line] for rank in ranks
+    ]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert 'set state_dict_type="SHARDED_STATE_DICT"' in said[0][0]
+    for rank in ranks:
+        for run in (*rank["replicas"].values(), *rank["trainer"].values(), *rank["full"].values()):
+            assert not [line for line in run["said"] if "FULL_STATE_DICT" in line or "full_state_dict" in line]
 
 
 def test_a_model_that_lightning_shards_over_data_parallel_is_said_to_have_no_replicas(ranks: list[Any]) -> None:

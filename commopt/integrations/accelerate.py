@@ -23,7 +23,7 @@ from commopt import gradients
 from commopt.attach import unwrapped
 from commopt.gradients import CompressedGradients
 from commopt.gradients.method import OfGradients
-from commopt.integrations import common, means, parts, residuals
+from commopt.integrations import advice, common, means, parts, residuals
 from commopt.state.model_buffers import HowBuffers, check_how
 from commopt.state.packed import PackedOptimizer
 from commopt.state.split import StateDict
@@ -91,6 +91,7 @@ def connect(accelerator: Accelerator, model: nn.Module, optimizer: Any, buffers:
             "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or leave connect() out, and save model and "
             "optimizer with torch.distributed.checkpoint"
         )
+    advice.of_full_states(accelerator, ours)
     if accelerator not in _connected:
         _connected[accelerator] = WeakKeyDictionary()
         _take_part(accelerator)

@@ -30,6 +30,22 @@ def for_transformers(args: Any, optimizer: PackedOptimizer, model: Any) -> None:
         logger.warning("the model has buffers, and DDP %s to send them: set ddp_broadcast_buffers=False", waits)
 
 
+def of_full_states(accelerator: Any, optimizer: PackedOptimizer) -> None:
+    """Warns, on rank 0, where checkpoints of an ``accelerator`` with FSDP2 will lack what is each rank's own."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    full = "FULL_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))
+    replicated = any(bucket.replicas.world_size > 1 for bucket in optimizer.buckets)
+    own = replicated or not isinstance(optimizer, CommOptimizer)  # an outer optimizer's base steps on each rank alone
+    if full and own and optimizer.own_in_state and optimizer.topology.rank == 0:
+        logger.warning(
+            "%s: FSDP's state_dict_type FULL_STATE_DICT saves of what is each rank's own (residuals; with local steps "
+            "parameters, momenta and the state of the base) that of rank 0 alone, so that a resumed run goes on "
+            'otherwise: set state_dict_type="SHARDED_STATE_DICT" (in fsdp_config of TrainingArguments, or in '
+            "FullyShardedDataParallelPlugin)",
+            type(optimizer).__name__,
+        )  # fmt: skip
+
+
 def for_lightning(gradient_clip_val: float, by_norm: bool, optimizer: PackedOptimizer) -> None:
     """Warns of a Trainer's, on rank 0 of several; ``by_norm``: else it clips each element."""
     several = optimizer.topology.world_size > 1

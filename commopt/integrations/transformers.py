@@ -71,6 +71,8 @@ class CommoptCallback(TrainerCallback):
         self._trainer, folder = _who_trains()
         self._trainer.callback_handler.callbacks.sort(key=lambda one: one is not self)  # others see the mean at the end
         common.attach_once(self._trainer.model_wrapped, ours)
+        if args.save_strategy != "no":
+            advice.of_full_states(self._trainer.accelerator, ours)
         if folder is not None and not ours.own_in_state:
             parts.load(ours, Path(folder, "optimizer.pt"))
         for name in _OF_THE_MEAN:  # all events come after these

@@ -47,7 +47,8 @@ def _placed(optimizer: PackedOptimizer, entries: Entries, origin: Origin | None)
         # those that are plain tensors now have come from rank 0; residuals are plain in a part of a rank's own, too
         sent = here.get(p, {}).keys() - set(RANK_LOCAL if origin is not None else ())
         shared[p] = {name: value for name, value in entry.items() if name not in own[p] and name not in sent}
-        from_rank_0 |= bool(sent & entry.keys())
+        # what is zero, or the same on all ranks, is lost on none
+        from_rank_0 |= any(not here[p][name].place.alike and bool(entry[name].any()) for name in sent & entry.keys())
     optimizer.rows_merged = max((len(t.read) for tensors in own.values() for t in tensors.values()), default=0)
     if not any(own.values()):
         if from_rank_0:
