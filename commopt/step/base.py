@@ -461,7 +461,8 @@ class CommOptimizer(PackedOptimizer):
     def _load(self, given: dict[str, Any]) -> None:
         packed = self.packed()
         for group, theirs in zip(self.param_groups, given["param_groups"]):
-            if WHOSE not in theirs and not theirs.get("step"):  # the state of a plain Adam counts by parameter only
+            ours = WHOSE in theirs and "step" in theirs
+            if not ours and not theirs.get("step"):  # a plain Adam, and our Lamb, count by parameter only
                 numbers = (i for i, p in zip(theirs["params"], group["params"]) if id(p) in packed)
                 steps = (given["state"].get(i, {}).get("step") or 0 for i in numbers)
                 group["step"] = int(max(steps, default=0))
