@@ -398,25 +398,78 @@ def test_what_0_1_adam_has_lost_moves_a_parameter_no_further_in_a_group_with_lon
     on_threads(RANKS, run)
 
 
-def test_a_refresh_in_a_new_group_leaves_out_what_rounds_have_lost() -> None:
+def two_intervals(net: nn.Module, backend: ThreadBackend) -> ZeroOneAdam:
+    """0/1 Adam with rounds at every step in the first group, and at every fourth in the second."""
+    groups: list[dict[str, Any]] = [{"params": list(layer.parameters())} for layer in (net[0], net[1])]
+    groups[1]["sync"] = SyncPolicy(4, None, 4)
+    return ZeroOneAdam(
+        groups, variance=VariancePolicy(1, 2), sync=SyncPolicy(1, None, 1), compressor=Sign(16), backend=backend
+    )
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_so_it_is_where_its_old_group_is_gone(loaded: bool) -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        optimizer = two_intervals(net, backend)
+        train(net, optimizer, range(6), backend.rank)
+        if loaded:
+            saved = through_a_file(optimizer.state_dict())
+            optimizer = two_intervals(net, backend)
+            optimizer.load_state_dict(saved)
+        before = {p: owed(optimizer, p).clone() for p in net.parameters()}
+        assert all(residual.any() for residual in before.values())
+        often = optimizer.param_groups.pop(0)
+        optimizer.param_groups[0]["params"] += often["params"]
+        optimizer.state_dict()
+        for p in net.parameters():
+            share = 1 / 4 if any(p is q for q in often["params"]) else 1
+            torch.testing.assert_close(owed(optimizer, p), share * before[p])
+
+    on_threads(RANKS, run)
+
+
+def test_groups_in_another_order_owe_what_they_did() -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        optimizer = two_intervals(net, backend)
+        train(net, optimizer, range(6), backend.rank)
+        before = [owed(optimizer, p).clone() for p in net.parameters()]
+        optimizer.param_groups.reverse()
+        optimizer.state_dict()
+        assert same_bits([owed(optimizer, p) for p in net.parameters()], before)
+        train(net, optimizer, range(6, 7), backend.rank)
+
+    on_threads(RANKS, run)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_refresh_in_another_group_leaves_out_what_rounds_have_lost(new: bool) -> None:
     """The variance would be that of the residuals, which are of momenta."""
 
     def run(backend: ThreadBackend) -> None:
-        p, q = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+        p, q, r = (nn.Parameter(torch.zeros(64)) for _ in range(3))
         optimizer = ZeroOneAdam(
             [p, q], betas=(0.9, 0.5), variance=VariancePolicy(1, 2), compressor=Sign(64), refresh_compressor=Int8(),
             backend=backend,
         )  # fmt: skip
 
         def step() -> None:
-            for x in (p, q):
+            for x in (p, q, r):
                 x.grad = torch.linspace(0.5, 1.5, 64)
             optimizer.step()
 
         for _ in range(20):
             step()
+        if not new:
+            optimizer.add_param_group({"params": [r], "variance": VariancePolicy(4, 8)})
+            step()
+            step()
         optimizer.param_groups[0]["params"].pop()
-        optimizer.add_param_group({"params": [q]})
+        if new:
+            optimizer.add_param_group({"params": [q]})
+        else:
+            optimizer.param_groups[1]["params"].append(q)
         before = optimizer.state[q]["exp_avg_sq"].clone()
         step()
         expected = 0.5 * before + 0.5 * torch.linspace(0.5, 1.5, 64) ** 2

@@ -62,7 +62,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -393,12 +393,16 @@ class ZeroOneAdam(CommOptimizer):
                 bucket.feedback.worker.mul_(share)
                 bucket.feedback.server.mul_(share)
 
-    def regrouped(self, p: Tensor, old: dict[str, Any], new: dict[str, Any]) -> None:
-        """What was lost of ``p`` is weighed as in its new group, whose interval may be longer."""
+    def regrouped(self, params: Sequence[Tensor], old: dict[str, Any], new: dict[str, Any]) -> None:
+        """What was lost of ``params`` is weighed as in their new group, whose interval may be longer. Where that sends
+        residuals with its refreshes, the next one goes without."""
         if not new["residual_interval"]:
             new.update(residual_steps=old["residual_steps"], residual_interval=old["residual_interval"])
+        elif old["residual_steps"] and not new["residual_steps"]:
+            new["residual_steps"] = 1
         share = (old["residual_interval"] or 1) / (new["residual_interval"] or 1)
-        for residual in self.residuals.get(p, {}).values() if share < 1 else ():
+        residuals = self.residuals if share < 1 else {}
+        for residual in (r for p in params if p in residuals for r in residuals[p].values()):
             residual.mul_(share)
 
     # the step ---------------------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
     optimizer.buckets = [bucket for bucket in optimizer.buckets if id(bucket.params[0]) not in gone]
     optimizer._layout = None
     optimizer._registered = optimizer._registered[:known]
+    optimizer._registered_groups = optimizer._registered_groups[:known]
 
 
 def rebind_if_new(optimizer: PackedOptimizer) -> None:

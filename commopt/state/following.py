@@ -79,6 +79,7 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
     """True if somebody has put parameters into other groups, so that a bucket has some of several."""
     now = [group["params"] for group in optimizer.param_groups]
     if len(now) == len(optimizer._registered) and all(map(same_objects, now, optimizer._registered)):
+        optimizer._registered_groups = list(optimizer.param_groups)  # somebody may have made them anew
         return False
     groups = optimizer.group_of()
     if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
@@ -91,14 +92,16 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
 def register(optimizer: PackedOptimizer) -> None:
     """Takes the parameters that are in the groups now for those that are known, and notes of groups to which some have
     come from other ones that the variance of these may not be raised."""
-    was = {id(p): i for i, params in enumerate(optimizer._registered) for p in params}
-    for i, group in enumerate(optimizer.param_groups):
-        come = [p for p in group["params"] if was.get(id(p), i) != i]
+    before = zip(optimizer._registered_groups, optimizer._registered)  # the groups may be others, or in another order
+    was = {id(p): group for group, params in before for p in params}
+    for group in optimizer.param_groups:
+        come = [p for p in group["params"] if was.get(id(p), group) is not group]
         if "raised" in group and come:
             group["raised"] = ""
-        for p in come if len(optimizer._registered) <= len(optimizer.param_groups) else ():  # else some are gone
-            optimizer.regrouped(p, optimizer.param_groups[was[id(p)]], group)
-    optimizer._registered, optimizer._layout = [list(group["params"]) for group in optimizer.param_groups], None
+        for old in {id(was[id(p)]): was[id(p)] for p in come}.values():
+            optimizer.regrouped([p for p in come if was[id(p)] is old], old, group)
+    packing.note_groups(optimizer)
+    optimizer._layout = None
 
 
 def regroup(optimizer: PackedOptimizer) -> None:

@@ -81,6 +81,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _attachment: Any
     _diagnostics: Diagnostics
     _registered: Sequence[list[Tensor]] = ()  # the parameters of each group, as they were
+    _registered_groups: Sequence[dict[str, Any]] = ()  # those groups
     _check_next: bool  # digests, when the ranks next communicate
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
     _layout: int | None = None  # of the buckets, where it is known
@@ -172,8 +173,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Hook for parameters that somebody may have changed since the last step, as by loading a model: takes over
         what is kept of them besides. Called before that is saved."""
 
-    def regrouped(self, p: Tensor, old: dict[str, Any], new: dict[str, Any]) -> None:
-        """Hook for when somebody has put ``p`` from the group ``old`` into ``new``; its bucket is the old one still."""
+    def regrouped(self, params: Sequence[Tensor], old: dict[str, Any], new: dict[str, Any]) -> None:
+        """Hook for when somebody has put ``params`` from the group ``old``, which may be gone, into ``new``; their
+        buckets are the old ones still."""
 
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         """Hook for when parameters were exchanged: ``new`` has the one in place of each."""
@@ -685,6 +687,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         if pickling.is_whole(state):
             self._unpickle(state)
         else:
+            loaded = dict(zip(map(id, self.param_groups), state["param_groups"]))
+            self._registered_groups = [loaded.get(id(group), group) for group in self._registered_groups]
             self.__dict__["param_groups"] = state["param_groups"]
 
     def _unpickle(self, state: dict[str, Any]) -> None:

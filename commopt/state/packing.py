@@ -82,7 +82,13 @@ def pack_anew(optimizer: PackedOptimizer, runs: Runs) -> None:
     optimizer.buckets = []
     _pack_runs(optimizer, runs)
     refresh_own_tensors(optimizer)
+    note_groups(optimizer)
+
+
+def note_groups(optimizer: PackedOptimizer) -> None:
+    """Takes down which parameters are in which group."""
     optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
+    optimizer._registered_groups = list(optimizer.param_groups)
 
 
 def pack_as_saved(optimizer: PackedOptimizer, given: Mapping[str, Any]) -> None:
