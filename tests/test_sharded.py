@@ -363,6 +363,33 @@ def test_replicas_of_a_part_are_compared_with_each_other_only(repair):
         assert all("rank 3 differs from all others in " in said for _, said in ranks)
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_part_whose_parameter_gets_another_group_goes_on_with_the_one_that_has_none_to_put_there(new):
+    """What follows from where a parameter came from is that part's own."""
+
+    def ours(backend: Any) -> list[Tensor]:
+        replica, part = divmod(backend.rank, PARTS)
+        params = own_params(part)
+        optimizer = commopt.ZeroOneAdam(
+            [{"params": params[:3]}, {"params": params[3:]}], variance=VariancePolicy(1, 2), compressor=Sign(16),
+            backend=backend.sharded(PARTS),
+        )  # fmt: skip
+        for step in range(8):
+            if step == 5:
+                moved = [optimizer.param_groups[0]["params"].pop()] if part == 0 else []
+                params += [] if part == 0 or not new else [nn.Parameter(torch.zeros(9, dtype=torch.float64))]
+                if new:
+                    optimizer.add_param_group({"params": moved or params[-1:]})
+                else:
+                    optimizer.param_groups[1]["params"] += moved
+            give(params, [torch.full_like(p, 1.0 + step + replica) for p in params])
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    ranks = on_threads(2 * PARTS, ours)
+    assert all(same_bits(ranks[part], ranks[part + PARTS]) for part in range(PARTS))
+
+
 def test_parts_that_differ_at_the_start_get_those_of_their_first_replica():
     def ours(backend: Any) -> list[Tensor]:
         part = backend.rank % PARTS

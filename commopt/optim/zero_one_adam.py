@@ -162,6 +162,7 @@ class ZeroOneAdam(CommOptimizer):
     further_compressors = ("refresh_compressor",)
     _SETTINGS = (*CommOptimizer._SETTINGS, *further_compressors)
 
+    follows_from_params = (*CommOptimizer.follows_from_params, "residual_steps", "residual_interval")
     step_counters = (*CommOptimizer.step_counters, "interval_step")
     scalars: Mapping[str, float] = {**settling.SCALARS, "missed_at": 0.0}  # step of a gradient before any refresh
     hyperparams_used_in_backward = (

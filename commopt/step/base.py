@@ -101,6 +101,10 @@ class CommOptimizer(PackedOptimizer):
     hyperparams_used_in_backward: tuple[str, ...] = ("betas", "maximize", "freeze_step")
     """Hyper-parameters of a group that a bucket's task reads before it yields ``ctx.barrier``."""
 
+    follows_from_params: tuple[str, ...] = ("raised",)
+    """Keys of a group that change with the parameters that are put into it: ranks that hold other ones altogether need
+    not have them alike."""
+
     known_options: tuple[str, ...] = OF_ADAM
     """Names in ``torch_options``."""
 

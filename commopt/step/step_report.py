@@ -152,9 +152,11 @@ def _of_local_step(optimizer: CommOptimizer, report: StepReport, step: StepInFli
 def _with_comparison(optimizer: CommOptimizer, report: StepReport, number: int) -> StepReport:
     """``report`` of step ``number``, with what the ranks compare."""
     groups = optimizer.param_groups
-    terms = [as_numbers(group, optimizer.defaults) for group in groups]
+    same_params = len(set(optimizer.topology.stages)) == 1
+    apart = () if same_params else optimizer.follows_from_params
+    terms = [as_numbers(group, [name for name in optimizer.defaults if name not in apart]) for group in groups]
     own: dict[str, Any] = {}
-    if report.error is None and len(set(optimizer.topology.stages)) == 1:  # else ranks have other parameters
+    if report.error is None and same_params:
         own = {**optimizer.terms(), "buckets": packing.layout(optimizer)}
         for group, words in zip(groups, terms):
             words["parameters"] = len(group["params"])
