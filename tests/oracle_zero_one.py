@@ -43,7 +43,7 @@ class ZeroOneAdamOracle:
         least: of the mean of its block, what an element of v is at least when it has moved; 0 in the paper.
         corrects: whether m and v are corrected for their start.
         lossy_refresh: (1 - b1) g is compressed at T_v: with the residuals where the step before was in T_v, too, else
-            without them, and what is lost is added to them.
+            without them, and what is lost is added to them, unless the next step is in T_v, too: then they are 0.
     """
 
     def __init__(
@@ -135,6 +135,8 @@ class ZeroOneAdamOracle:
         if self.lossy_refresh:
             shares = [[(1 - self.b1) * g for g in gs] for gs in grads]
             means = [q / (1 - self.b1) for q in self._lossy_mean(shares, here)]
+            if self.t > 1 and self.t - 1 not in self.exact and self.t + 1 in self.exact:
+                self.worker, self.server = ([[0.0] * len(errors) for errors in of] for of in (self.worker, self.server))
         for j in here:
             self.steps[j] += 1
             self.refreshed[j] += 1

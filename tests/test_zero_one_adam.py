@@ -468,6 +468,43 @@ def test_the_end_of_a_run_whose_variance_stands_says_nothing(caplog):
     assert "not settled" not in caplog.text
 
 
+def test_refreshes_in_a_row_after_rounds_are_those_on_lists():
+    """T_v begins anew after 12 rounds: what these have left is sent by no refresh, and dropped by the first."""
+    order = list(reversed(range(len(SIZES))))
+    steps, anew = 24, 16
+
+    def run(backend):
+        mine = leaves()
+        optimizer = ZeroOneAdam(
+            mine, lr=0.01, betas=(0.9, 0.98), weight_decay=0.05, eps=1e-6, variance=VariancePolicy(2, 4),
+            compressor=Sign(block=16), refresh_compressor=Sign(block=16), backend=backend,
+        )  # fmt: skip
+        exact, history = set(), []
+        for step in range(steps):
+            if step == anew:
+                optimizer.param_groups[0].update(variance_kappa=4, variance_stop=steps, rare_until=anew)
+            if kind(optimizer) == "exact":
+                exact.add(step + 1)
+            for i, p in enumerate(mine):
+                p.grad = grad(step, backend.rank, i)
+            optimizer.step()
+            history.append(flat([mine[i] for i in order]))
+        return exact, history
+
+    ranks = on_threads(2, run)
+    exact = ranks[0][0]
+    assert {anew + 1, anew + 2, anew + 3} <= exact
+    assert not exact & set(range(6, anew))
+    oracle = ZeroOneAdamOracle(
+        flat([leaves()[i] for i in order]), 2, exact, set(range(1, steps + 1)), b1=0.9, b2=0.98, eps=1e-6, wd=0.05,
+        row_multiple=ROW_MULTIPLE, block=16, norm="l2", lossy_refresh=True,
+    )  # fmt: skip
+    for step in range(steps):
+        oracle.step([flat_given([grad(step, r, i) for i in range(len(SIZES))], SIZES) for r in range(2)], 0.01)
+        for _, history in ranks:
+            assert history[step] == pytest.approx(oracle.x[0], rel=1e-12, abs=1e-12)
+
+
 @pytest.mark.parametrize("anew", [False, True])
 def test_what_refreshes_in_a_row_lose_does_not_add_up(anew):
     """Elements of a 20th of the largest of their block, which 4 bits alone never send; ``anew``: T_v goes on after 16

@@ -110,6 +110,11 @@ class Feedback:
         if self.worker.device.type != "cpu":
             self._next = None
 
+    def clear(self) -> None:
+        """Makes the residuals 0."""
+        self.worker.zero_()
+        self.server.zero_()
+
     def drop_worker(self) -> None:
         """Gives the memory of the worker's residuals back, of those to come too: somebody keeps them in another form.
         Then commit() spares none of them."""

@@ -402,8 +402,7 @@ def thaw(bucket: StateBucket, betas: tuple[float, float], corrects_bias: bool) -
         torch.maximum(v, m.square().mul_(weight), out=v)
         counts[i] = after
     assert bucket.feedback is not None
-    bucket.feedback.worker.zero_()
-    bucket.feedback.server.zero_()
+    bucket.feedback.clear()
     bucket.active = None
     settling.forget(bucket)
 

@@ -35,7 +35,8 @@ Where this differs from the paper and its usual implementation:
 * A ``refresh_compressor`` compresses the gradients at T_v, (1-b1) g_i. After a round they go without the residuals:
   these are of momenta, and would be most of g. What is lost is added to them, in momentum's units, so that the next
   step makes up for it: refreshes that follow a refresh go with the residuals, which would grow without end otherwise.
-  v is that of what was sent. (In full precision in the paper.)
+  Where two follow rounds, as where T_v begins anew, what the rounds have left is dropped. v is that of what was sent.
+  (In full precision in the paper.)
 * T_u counts from the end of T_v; the paper asks for that, here it is so by construction.
 * ``VariancePolicy(stop="auto")`` ends T_v where :mod:`commopt.optim.settling` finds that v has settled. Where that was
   too early, T_v begins anew (:mod:`commopt.optim.thaw`): its distances are counted from there, and until it ends there
@@ -375,8 +376,12 @@ class ZeroOneAdam(CommOptimizer):
             self._end_interval([group])
 
     def _count_refresh(self, group: dict[str, Any]) -> None:
-        """Where another refresh follows, it sends the residuals."""
+        """Where another refresh follows, it sends the residuals; those that rounds have left, which would be most of its
+        g, are dropped."""
         if self.kind_of(group) == "exact":
+            for bucket, _ in self.compressed_buckets([group] if group["residual_steps"] else []):
+                assert bucket.feedback is not None
+                bucket.feedback.clear()
             group.update(residual_steps=0, residual_interval=1)
         elif not group["residual_interval"]:
             group["residual_interval"] = 1
