@@ -376,8 +376,8 @@ class ZeroOneAdam(CommOptimizer):
             self._end_interval([group])
 
     def _count_refresh(self, group: dict[str, Any]) -> None:
-        """Where another refresh follows, it sends the residuals; those that rounds have left, which would be most of its
-        g, are dropped."""
+        """Where another refresh follows, it sends the residuals; those that rounds have left would be most of g, and
+        are dropped."""
         if self.kind_of(group) == "exact":
             for bucket, _ in self.compressed_buckets([group] if group["residual_steps"] else []):
                 assert bucket.feedback is not None
