@@ -399,7 +399,7 @@ class ZeroOneAdam(CommOptimizer):
                 bucket.feedback.worker.mul_(share)
                 bucket.feedback.server.mul_(share)
 
-    def regrouped(self, params: Sequence[Tensor], old: dict[str, Any], new: dict[str, Any]) -> None:
+    def put_in_group(self, params: Sequence[Tensor], old: dict[str, Any], new: dict[str, Any]) -> None:
         """What was lost of ``params`` is weighed as in their new group, whose interval may be longer. Where that sends
         residuals with its refreshes, the next one goes without."""
         if not new["residual_interval"]:

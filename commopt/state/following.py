@@ -99,7 +99,7 @@ def register(optimizer: PackedOptimizer) -> None:
         if "raised" in group and come:
             group["raised"] = ""
         for old in {id(was[id(p)]): was[id(p)] for p in come}.values():
-            optimizer.regrouped([p for p in come if was[id(p)] is old], old, group)
+            optimizer.put_in_group([p for p in come if was[id(p)] is old], old, group)
     packing.note_groups(optimizer)
     optimizer._layout = None
 

@@ -173,7 +173,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Hook for parameters that somebody may have changed since the last step, as by loading a model: takes over
         what is kept of them besides. Called before that is saved."""
 
-    def regrouped(self, params: Sequence[Tensor], old: dict[str, Any], new: dict[str, Any]) -> None:
+    def put_in_group(self, params: Sequence[Tensor], old: dict[str, Any], new: dict[str, Any]) -> None:
         """Hook for when somebody has put ``params`` from the group ``old``, which may be gone, into ``new``; their
         buckets are the old ones still."""
 
