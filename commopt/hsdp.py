@@ -139,9 +139,15 @@ def modules_of(model: nn.Module) -> list[Any]:
 
 def modules_around(params: Sequence[Tensor]) -> list[Any]:
     """The FSDPModules that cut any of ``params``. Looks at all objects: seldom."""
+    mine = {id(p) for p in params}
+    return [m for m in _all_modules() if any(id(p) in mine for group in groups_in(m) for p in _params_of(group))]
+
+
+def _all_modules() -> list[Any]:
+    """All FSDPModules that there are. Looks at all objects, unless ``fully_shard()`` has made no class of them yet."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    modules, mine = [] if fsdp is None else instances_of(with_subclasses(fsdp.FSDPModule)), {id(p) for p in params}
-    return [m for m in modules if any(id(p) in mine for group in groups_in(m) for p in _params_of(group))]
+    kinds = set() if fsdp is None else with_subclasses(fsdp.FSDPModule) - {fsdp.FSDPModule}
+    return instances_of(kinds) if kinds else []
 
 
 def gather_anew(modules: Sequence[Any]) -> None:
@@ -156,11 +162,9 @@ def refuse_gathered(params: Sequence[Tensor]) -> None:
     """Raises ValueError if any of ``params`` are weights that FSDP2 has gathered, whose memory it frees. Looks at all
     objects where there are models of FSDP2, and plain tensors among ``params``: those of tensor parallelism that were
     gathered are not seen."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or all(map(is_sharded, params)):
+    if all(map(is_sharded, params)):
         return
-    kinds = with_subclasses(fsdp.FSDPModule) - {fsdp.FSDPModule}
-    groups = [group for module in (instances_of(kinds) if kinds else ()) for group in groups_in(module)]
+    groups = [group for module in _all_modules() for group in groups_in(module)]
     whole = {id(getattr(p, "_unsharded_param", None)) for group in groups for p in group.fsdp_params}
     gathered = [p for p in params if id(p) in whole]
     if gathered:

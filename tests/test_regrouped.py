@@ -443,6 +443,32 @@ def test_groups_in_another_order_owe_what_they_did() -> None:
     on_threads(RANKS, run)
 
 
+def test_groups_that_somebody_has_made_anew_are_those_that_were_there() -> None:
+    """As a framework does that puts copies of them in their place: only what is put into another one has moved."""
+
+    class Watched(ZeroOneAdam):
+        seen: list[torch.Tensor]
+
+        def put_in_group(self, params: Any, old: dict[str, Any], new: dict[str, Any]) -> None:
+            self.seen += params
+            super().put_in_group(params, old, new)
+
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        groups = [{"params": list(layer.parameters())} for layer in net]
+        optimizer = Watched(groups, variance=VariancePolicy(1, 2), compressor=Sign(16), backend=backend)
+        optimizer.seen = []
+        train(net, optimizer, range(4), backend.rank)
+        optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+        train(net, optimizer, range(4, 6), backend.rank)
+        assert not optimizer.seen
+        into_another(net, optimizer)
+        train(net, optimizer, range(6, 8), backend.rank)
+        assert [id(p) for p in optimizer.seen] == [id(net[0].weight)]
+
+    on_threads(RANKS, run)
+
+
 @pytest.mark.parametrize("new", [True, False])
 def test_a_refresh_in_another_group_leaves_out_what_rounds_have_lost(new: bool) -> None:
     """The variance would be that of the residuals, which are of momenta."""

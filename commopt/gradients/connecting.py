@@ -140,10 +140,10 @@ def compress_gradients(
     given = _Given(compressor, feedback, inside, weights, bucket_mb, reduction, scaled, check_every, warmup_steps)
     taken: list[TakenReplicas] = []
     error: Exception | None = None
-    if isinstance(model, nn.Module):
-        gather_anew(modules_of(model))  # after an evaluation it would have whole weights for parameters
     try:
-        taken = take_replicas(model, "compress_gradients()", reduction) if isinstance(model, nn.Module) else []
+        if isinstance(model, nn.Module):
+            gather_anew(modules_of(model))  # after an evaluation it would have whole weights for parameters
+            taken = take_replicas(model, "compress_gradients()", reduction)
     except ValueError as caught:
         error = caught
     try:

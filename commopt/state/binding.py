@@ -66,11 +66,10 @@ def in_a_list(params: Any) -> Any:
 
 def forget_groups(optimizer: PackedOptimizer, known: int) -> None:
     """Forgets what was made for groups behind the first ``known``, which are gone again."""
-    gone = {id(p) for params in optimizer._registered[known:] for p in params}
+    gone = {id(p) for _, params in optimizer._registered[known:] for p in params}
     optimizer.buckets = [bucket for bucket in optimizer.buckets if id(bucket.params[0]) not in gone]
     optimizer._layout = None
     optimizer._registered = optimizer._registered[:known]
-    optimizer._registered_groups = optimizer._registered_groups[:known]
 
 
 def rebind_if_new(optimizer: PackedOptimizer) -> None:
@@ -99,7 +98,8 @@ def or_not_at_all(function: Function) -> Function:
 @or_not_at_all
 def rebind(optimizer: PackedOptimizer) -> None:
     """``optimizer.rebind()``."""
-    before, now = optimizer._registered, [list(group["params"]) for group in optimizer.param_groups]
+    before = [params for _, params in optimizer._registered]
+    now = [list(group["params"]) for group in optimizer.param_groups]
     error: Exception | None = None
     if [len(params) for params in before] != [len(params) for params in now]:
         error = ValueError(

@@ -78,8 +78,10 @@ def rebuild(
 def regrouped(optimizer: PackedOptimizer) -> bool:
     """True if somebody has put parameters into other groups, so that a bucket has some of several."""
     now = [group["params"] for group in optimizer.param_groups]
-    if len(now) == len(optimizer._registered) and all(map(same_objects, now, optimizer._registered)):
-        optimizer._registered_groups = list(optimizer.param_groups)  # somebody may have made them anew
+    known = [params for _, params in optimizer._registered]
+    if len(now) == len(known) and all(map(same_objects, now, known)):
+        if not same_objects([group for group, _ in optimizer._registered], optimizer.param_groups):
+            packing.note_groups(optimizer)  # somebody has made them anew
         return False
     groups = optimizer.group_of()
     if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
@@ -92,8 +94,8 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
 def register(optimizer: PackedOptimizer) -> None:
     """Takes the parameters that are in the groups now for those that are known, and notes of groups to which some have
     come from other ones that the variance of these may not be raised."""
-    before = zip(optimizer._registered_groups, optimizer._registered)  # the groups may be others, or in another order
-    was = {id(p): group for group, params in before for p in params}
+    # the groups may be others now, or in another order
+    was = {id(p): group for group, params in optimizer._registered for p in params}
     for group in optimizer.param_groups:
         come = [p for p in group["params"] if was.get(id(p), group) is not group]
         if "raised" in group and come:

@@ -80,8 +80,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _ready = False  # whether it is made
     _attachment: Any
     _diagnostics: Diagnostics
-    _registered: Sequence[list[Tensor]] = ()  # the parameters of each group, as they were
-    _registered_groups: Sequence[dict[str, Any]] = ()  # those groups
+    _registered: Sequence[tuple[dict[str, Any], list[Tensor]]] = ()  # each group, and its parameters as they were
     _check_next: bool  # digests, when the ranks next communicate
     _seen: Sequence[int] = ()  # the ids of what was in state when the buffers had followed it
     _layout: int | None = None  # of the buckets, where it is known
@@ -688,7 +687,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._unpickle(state)
         else:
             loaded = dict(zip(map(id, self.param_groups), state["param_groups"]))
-            self._registered_groups = [loaded.get(id(group), group) for group in self._registered_groups]
+            self._registered = [(loaded.get(id(group), group), params) for group, params in self._registered]
             self.__dict__["param_groups"] = state["param_groups"]
 
     def _unpickle(self, state: dict[str, Any]) -> None:

@@ -87,8 +87,7 @@ def pack_anew(optimizer: PackedOptimizer, runs: Runs) -> None:
 
 def note_groups(optimizer: PackedOptimizer) -> None:
     """Takes down which parameters are in which group."""
-    optimizer._registered = [list(group["params"]) for group in optimizer.param_groups]
-    optimizer._registered_groups = list(optimizer.param_groups)
+    optimizer._registered = [(group, list(group["params"])) for group in optimizer.param_groups]
 
 
 def pack_as_saved(optimizer: PackedOptimizer, given: Mapping[str, Any]) -> None:
@@ -112,7 +111,7 @@ def runs_of(optimizer: PackedOptimizer) -> list[list[Tensor]]:
 
 def registered(optimizer: PackedOptimizer) -> list[Tensor]:
     """The parameters that the ranks have agreed on, by number."""
-    return [p for params in optimizer._registered for p in params]
+    return [p for _, params in optimizer._registered for p in params]
 
 
 def layout(optimizer: PackedOptimizer) -> int:

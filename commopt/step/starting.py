@@ -34,7 +34,7 @@ def _starter(optimizer: CommOptimizer) -> Starter:
         key = id(bucket.params[0])
         if key not in groups:  # added since, or exchanged: then the step is refused
             known = zip(registered, optimizer.param_groups)
-            groups.update({id(p): group for params, group in known for p in params})
+            groups.update({id(p): group for (_, params), group in known for p in params})
             groups.update(optimizer.group_of())
         return groups.get(key, optimizer.param_groups[0])
 

@@ -154,7 +154,8 @@ def _with_comparison(optimizer: CommOptimizer, report: StepReport, number: int) 
     groups = optimizer.param_groups
     same_params = len(set(optimizer.topology.stages)) == 1
     apart = () if same_params else optimizer.follows_from_params
-    terms = [as_numbers(group, [name for name in optimizer.defaults if name not in apart]) for group in groups]
+    names = [name for name in optimizer.defaults if name not in apart]
+    terms = [as_numbers(group, names) for group in groups]
     own: dict[str, Any] = {}
     if report.error is None and same_params:
         own = {**optimizer.terms(), "buckets": packing.layout(optimizer)}
