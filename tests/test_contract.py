@@ -840,3 +840,42 @@ def test_overlap_that_is_set_later_is_refused_on_all_ranks():
 
     a, b = on_threads(2, run)
     assert same_bits(a, b)
+
+
+class Counted(list):
+    """A list that counts how often somebody goes through it."""
+
+    looks = 0
+
+    def __iter__(self):
+        self.looks += 1
+        return super().__iter__()
+
+
+@every_communicating
+def test_steps_look_at_a_parameter_as_often_however_many_groups_there_are(name):
+    """Else a step of a group for each parameter would take the time of their number squared."""
+
+    def most_looks(backend, count):
+        params = [nn.Parameter(torch.ones(3)) for _ in range(count)]
+        optimizer = make(name, [{"params": [p]} for p in params], backend=backend)
+
+        def steps(number):
+            for _ in range(number):
+                for p in params:
+                    p.grad = torch.ones(3)
+                optimizer.step()
+
+        steps(1)
+        lists = []
+        for holder in optimizer.param_groups:
+            holder["params"] = Counted(holder["params"])
+            lists.append(holder["params"])
+        for bucket in optimizer.buckets:
+            bucket.params = Counted(bucket.params)
+            lists.append(bucket.params)
+        steps(6)
+        return max(each.looks for each in lists)
+
+    few, many = [on_threads(2, functools.partial(most_looks, count=count)) for count in (3, 9)]
+    assert few == many

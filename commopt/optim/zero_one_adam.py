@@ -329,21 +329,24 @@ class ZeroOneAdam(CommOptimizer):
         it had not (``stop="auto"``)."""
         kinds = {id(group): self._kind(group, group["step"]) for group in self.param_groups}  # before an interval ends
         intervals = {id(group): group["local_steps"] + 1 for group in self.param_groups}
+
+        def of(*some: str) -> list[dict[str, Any]]:
+            return [group for group in self.param_groups if kinds[id(group)] in some]
+
+        self._count_local_steps(of("local"))
+        self._end_interval(of("exact", "compressed"))
         for group in self.param_groups:
-            self._count_local_step(group, kinds[id(group)])
             exact = kinds[id(group)] == "exact"
             group["raised"] = "" if exact else floor.raised_by(group, self.compressor)
         frozen, refreshing = self._in("frozen"), self._in("refreshing")
         self._frozen.go_back(self, frozen)
         self._wait([group for group in refreshing if self._asks(group, kinds[id(group)])])
         self._frozen.stop_where_settled(self, [group for group in refreshing if not schedule.has_begun_anew(group)])
-        for group in self.param_groups:
-            if kinds[id(group)] == "compressed":
-                group.update(residual_steps=intervals[id(group)], residual_interval=intervals[id(group)])
-            elif kinds[id(group)] == "exact" and self.refresh_compressor is not None:
-                self._count_refresh(group)
-            if kinds[id(group)] != "local":
-                self._weigh_residuals(group)
+        for group in of("compressed"):
+            group.update(residual_steps=intervals[id(group)], residual_interval=intervals[id(group)])
+        if self.refresh_compressor is not None:
+            self._count_refreshes(of("exact"))
+        self._weigh_residuals(of("exact", "compressed"))
         waiting = [g["betas"][1] for g in refreshing if g["variance_stop"] == "auto" and not g["thaws"]]
         self._run["waiting"] = bool(waiting)
         if waiting:
@@ -360,44 +363,45 @@ class ZeroOneAdam(CommOptimizer):
     def _wait(self, groups: list[dict[str, Any]]) -> None:
         """Lets T_v of those of ``groups`` begin only now in which a parameter waits for its first refresh, or in whose
         tensors elements have had few gradients when it would thin out."""
+        end = []
         for group, waits in zip(groups, settling.any_in(self, groups, _waiting)):
             if waits:
                 group["rare_until"] = group["step"]
             elif schedule.is_end_of_first(group, group["step"]):
-                floor.report_outsized(self, [group])
+                end.append(group)
+        floor.report_outsized(self, end)
 
-    def _count_local_step(self, group: dict[str, Any], kind: str) -> None:
-        if kind == "local":
+    def _count_local_steps(self, groups: list[dict[str, Any]]) -> None:
+        for group in groups:
             now = next_interval(group)
             group.update(local_steps=now.steps, local_lr_sum=now.lr_sum, local_decay=now.decay)
             group.update(local_betas=now.betas, local_eps=now.eps)
             self._parted = True
-        else:
-            self._end_interval([group])
 
-    def _count_refresh(self, group: dict[str, Any]) -> None:
-        """Where another refresh follows, it sends the residuals; those that rounds have left would be most of g, and
-        are dropped."""
-        if self.kind_of(group) == "exact":
-            for bucket, _ in self.compressed_buckets([group] if group["residual_steps"] else []):
-                assert bucket.feedback is not None
-                bucket.feedback.clear()
+    def _count_refreshes(self, groups: list[dict[str, Any]]) -> None:
+        """Where another refresh follows one of ``groups``, it sends the residuals; those that rounds have left would be
+        most of g, and are dropped."""
+        more = [group for group in groups if self.kind_of(group) == "exact"]
+        for bucket, _ in self.compressed_buckets([group for group in more if group["residual_steps"]]):
+            assert bucket.feedback is not None
+            bucket.feedback.clear()
+        for group in more:
             group.update(residual_steps=0, residual_interval=1)
-        elif not group["residual_interval"]:
-            group["residual_interval"] = 1
+        for group in groups:
+            group["residual_interval"] = group["residual_interval"] or 1
 
-    def _weigh_residuals(self, group: dict[str, Any]) -> None:
+    def _weigh_residuals(self, groups: list[dict[str, Any]]) -> None:
         """Where the interval to the next round is longer than that in which residuals were left, what was lost is less
         of its mean. When that comes depends on whether v stands, so that is found out first."""
-        if not group["residual_interval"]:
-            return
-        interval = max(group["residual_steps"], schedule.steps_to_next_round(group))
-        share, group["residual_interval"] = group["residual_interval"] / interval, interval
-        if share != 1:
-            for bucket, _ in self.compressed_buckets([group]):
-                assert bucket.feedback is not None
-                bucket.feedback.worker.mul_(share)
-                bucket.feedback.server.mul_(share)
+        shares: dict[int, float] = {}
+        for group in groups:
+            if group["residual_interval"]:
+                interval = max(group["residual_steps"], schedule.steps_to_next_round(group))
+                shares[id(group)], group["residual_interval"] = group["residual_interval"] / interval, interval
+        for bucket, group in self.compressed_buckets([g for g in groups if shares.get(id(g), 1) != 1]):
+            assert bucket.feedback is not None
+            bucket.feedback.worker.mul_(shares[id(group)])
+            bucket.feedback.server.mul_(shares[id(group)])
 
     def put_in_group(self, params: Sequence[Tensor], old: dict[str, Any], new: dict[str, Any]) -> None:
         """What was lost of ``params`` is weighed as in their new group, whose interval may be longer. Where that sends
@@ -548,8 +552,7 @@ class ZeroOneAdam(CommOptimizer):
                 bucket["exp_avg"].copy_(mean)
             bucket.buffers["mean_momentum"].zero_()
         self._end_interval(self.param_groups)
-        for group in self.param_groups:
-            self._weigh_residuals(group)  # the interval to the next round is shorter now
+        self._weigh_residuals(self.param_groups)  # the interval to the next round is shorter now
         self._check_next = True  # among the local steps that count no longer may have been one at which to compare
 
     def _end_interval(self, groups: list[dict[str, Any]]) -> None:

@@ -214,11 +214,12 @@ class OuterOptimizer(PackedOptimizer):
         total = sum(largest_piece(p) * buffer_dtype(p.dtype).itemsize for p in params)
         return max(1, min(most, total // self.fragments))
 
-    def make_buckets(self, group: dict[str, Any]) -> None:
+    def make_buckets(self, groups: Sequence[dict[str, Any]]) -> None:
         before = self.packed() | {*self._kept_packed}
-        super().make_buckets(group)
+        super().make_buckets(groups)
         if self.streaming is not None:
-            streams.note_joined(self, group, before)
+            for group in groups:
+                streams.note_joined(self, group, before)
 
     def init_bucket(self, bucket: StateBucket) -> None:
         if self.fragments > 1:

@@ -207,8 +207,7 @@ def register_groups(
             logger.warning(
                 "%s: parameters differed between ranks; all have those of rank 0 now", type(optimizer).__name__
             )
-    for group in groups:
-        optimizer.make_buckets(group)
+    optimizer.make_buckets(groups)
     split = following.regrouped(optimizer)  # some were taken out of other groups
     following.register(optimizer)
     if split:

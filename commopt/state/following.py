@@ -51,8 +51,7 @@ def follow_parameters(optimizer: PackedOptimizer) -> bool:
         rebuild(optimizer, optimizer.all_state(), packing.origin_here(optimizer), runs)
     else:
         assigned.follow(optimizer)
-    for group in optimizer.param_groups:
-        optimizer.make_buckets(group)
+    optimizer.make_buckets(optimizer.param_groups)
     return moved or others
 
 
@@ -67,8 +66,7 @@ def rebuild(
     trainable now, so that residuals fit, and then of what else is. ``owed``: worker's residuals in place of those in
     ``state``, where buckets are others."""
     packing.pack_anew(optimizer, runs)
-    for group in optimizer.param_groups:
-        optimizer.make_buckets(group)
+    optimizer.make_buckets(optimizer.param_groups)
     loading.take_over(optimizer, state, packing.origin_with_runs(optimizer, origin, runs), owed)
 
 

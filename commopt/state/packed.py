@@ -321,9 +321,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Most bytes of flat buffer in a bucket of ``params``."""
         return bucket_bytes(self.bucket_mb, params)
 
-    def make_buckets(self, group: dict[str, Any]) -> None:
-        """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
-        packing.pack_new(self, group)
+    def make_buckets(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Packs the trainable parameters of ``groups`` that are in no bucket yet, and makes their state, all zeros."""
+        packing.pack_new(self, groups)
 
     @property
     def own_in_state(self) -> bool:

@@ -24,14 +24,21 @@ Runs = Sequence[Sequence[Tensor]]
 """Parameters of buckets, in order."""
 
 
-def pack_new(optimizer: PackedOptimizer, group: dict[str, Any]) -> None:
-    """Packs the trainable parameters of a group that are in no bucket yet, and makes their state, all zeros."""
+def pack_new(optimizer: PackedOptimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Packs the trainable parameters of ``groups`` that are in no bucket yet, and makes their state, all zeros."""
     runs, optimizer._kept_runs = optimizer._kept_runs, ()
     _pack_runs(optimizer, runs)
-    packed, kept = optimizer.packed(), optimizer._kept_packed
-    new = [p for p in group["params"] if (p.requires_grad or id(p) in kept) and id(p) not in packed]
-    if not new:
-        return
+    packed, kept, known = optimizer.packed(), optimizer._kept_packed, len(optimizer.buckets)
+    for group in groups:
+        new = [p for p in group["params"] if (p.requires_grad or id(p) in kept) and id(p) not in packed]
+        if new:
+            _pack_group(optimizer, new)
+    if len(optimizer.buckets) > known:
+        refresh_own_tensors(optimizer)
+
+
+def _pack_group(optimizer: PackedOptimizer, new: list[Tensor]) -> None:
+    """Packs ``new``, of one group."""
     capacity, known = optimizer.capacity_of(new), len(optimizer.buckets)
     waiting = {p: dict(optimizer.state[p]) for p in new if optimizer.state.get(p)}
     if waiting:  # as a state was loaded while they were frozen
@@ -40,7 +47,6 @@ def pack_new(optimizer: PackedOptimizer, group: dict[str, Any]) -> None:
     _pack(optimizer, new, capacity, capacity)
     if waiting:
         saving.take_up(optimizer.buckets[known:], waiting)
-    refresh_own_tensors(optimizer)
 
 
 def _pack(optimizer: PackedOptimizer, params: Sequence[Tensor], most: int, capacity: int) -> None:
@@ -66,9 +72,11 @@ def _pack(optimizer: PackedOptimizer, params: Sequence[Tensor], most: int, capac
 
 def _pack_runs(optimizer: PackedOptimizer, runs: Runs) -> None:
     """Makes a bucket of each of ``runs``; where parameters of one are in several groups now, of those of each."""
+    if not runs:
+        return
     kept = {id(p) for run in runs for p in run}
     of_groups = [[p for p in group["params"] if id(p) in kept] for group in optimizer.param_groups]
-    capacities = [optimizer.capacity_of(params) for params in of_groups] if runs else []
+    capacities = [optimizer.capacity_of(params) for params in of_groups]
     numbers = {id(p): i for i, params in enumerate(of_groups) for p in params}
     for run in runs:
         for i in dict.fromkeys(numbers[id(p)] for p in run if id(p) in numbers):

@@ -68,9 +68,8 @@ def check_group_keys(cls: type, group: Mapping[str, Any], known: Collection[str]
     Raises:
         ValueError: for a setting of the whole optimizer.
     """
-    settings = arguments_of(cls)
     for key in group.keys() - {*known, "params", "param_names"}:
-        if key in settings:
+        if key in arguments_of(cls):
             raise ValueError(
                 f"{where} has {key}={group[key]!r}, which is a setting of the whole optimizer: give it to "
                 f"{cls.__name__}(...); allowed in a group are {', '.join(sorted(known))}"
