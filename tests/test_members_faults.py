@@ -270,6 +270,33 @@ def test_of_two_camps_of_one_size_the_first_ranks_goes_on_and_the_others_join_an
     assert found == [([*range(ranks)], [pytest.approx(2 * mean + 2 * of_usual)] * 3)] * ranks
 
 
+@pytest.mark.parametrize(("buffer", "ranks"), [("anchor", 3), ("outer_momentum", 3), ("outer_momentum", 2)])
+def test_inf_or_nan_in_the_outer_state_of_most_is_not_what_the_others_join_anew_for(buffer, ranks, caplog):
+    """The one that has none goes on, and the others have its state."""
+    world, healthy = Rendezvous(), ranks - 1
+
+    def rank(name):
+        params = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+        members = world.members(name, ranks=ranks, patience=5.0)
+        optimizer = DiLoCo(params, torch.optim.SGD, lr=1.0, period=1, members=members)
+        go(params, optimizer, name)
+        if name != healthy:
+            optimizer.buckets[0][buffer][1] = float("nan")
+            params[0].data.copy_(optimizer.buckets[0]["anchor"][:3])
+        go(params, optimizer, name)
+        if name == healthy:
+            assert members.names == [healthy]
+            until(lambda: members.roster.client.add("tickets", 0) == 2 * ranks - 1)
+            go(params, optimizer, name)
+        go(params, optimizer, name)
+        return members.names, numbers(params), optimizer.param_groups[0]["rounds"]
+
+    caplog.set_level(logging.WARNING)
+    found = run_ranks([lambda n=n: rank(n) for n in range(ranks)])
+    assert found == [([*range(ranks)], [found[healthy][1][0]] * 3, 4)] * ranks
+    assert "goes on without 0: inf or NaN is in its anchor or outer state" in caplog.text
+
+
 def test_replicas_that_are_not_to_be_compared_go_on_together():
     world = Rendezvous()
 

@@ -235,7 +235,7 @@ def reach(optimizer: OuterOptimizer, members: Members) -> None:
 
 def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int]) -> Report:
     """Report of this rank on its round."""
-    mine = ending.report(optimizer, None, checks=False)
+    mine, compared = ending.report(optimizer, None, checks=False), optimizer.guard.check_every is not None
     return Report(
         kind="round",
         step=mine.step,
@@ -245,7 +245,8 @@ def _report(optimizer: OuterOptimizer, members: Members, unreached: Sequence[int
         norm=_norm(optimizer, mine),
         square_norm=mine.square_norm,
         moved=mine.moved,
-        digest=None if optimizer.guard.check_every is None else _digest(optimizer),
+        digest=_digest(optimizer) if compared else None,
+        intact=_is_intact(optimizer) if compared else True,
         frozen=mine.frozen,
         packed=mine.packed,
         unreached=list(unreached),
@@ -260,6 +261,11 @@ def _digest(optimizer: OuterOptimizer) -> int:
         for i, p in enumerate(bucket.params)
     }
     return digest_of_all([t for p in optimizer.params for t in alike.get(id(p), ())])
+
+
+def _is_intact(optimizer: OuterOptimizer) -> bool:
+    """True if what all members hold alike is finite."""
+    return all(bool(ops.all_finite(flat)) for bucket in optimizer.buckets for flat in bucket.buffers.values())
 
 
 def _norm(optimizer: OuterOptimizer, mine: RoundReport) -> float:

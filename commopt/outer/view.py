@@ -53,6 +53,7 @@ class Report:
         square_norm: of the last gradients that it stepped on.
         moved, frozen, packed: as of :class:`commopt.outer.rounds.RoundReport`.
         digest: of its anchors and outer state; None: nobody is to compare it.
+        intact: whether these are finite.
         unreached: the tickets of members that it has tried to reach, and has not.
         unconnected: whether it has no connections to the members of the last view.
     """
@@ -66,6 +67,7 @@ class Report:
     square_norm: float = 0.0
     moved: bool = False
     digest: int | None = None
+    intact: bool = True
     frozen: int = 0
     packed: int = 0
     unreached: Sequence[Ticket] = ()
@@ -240,16 +242,19 @@ def _difference(mine: tuple[Any, ...], usual: tuple[Any, ...]) -> str:
 
 def apart_from_most(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
     """Those whose anchors or outer state are other than most have, and what that may come from; of equally many, than
-    those of the first rank. Nobody where anchors are taken over anew from parameters."""
+    those of the first rank. inf or NaN is what nobody shall have, unless all have some. Nobody where anchors are taken
+    over anew from parameters."""
     digests = {ticket: report.digest for ticket, report in reports.items()}
     if not reports or None in digests.values() or any(report.moved for report in reports.values()):
         return {}
-    usual = _usual(digests, names)
+    intact = {ticket: digest for ticket, digest in digests.items() if reports[ticket].intact}
+    usual = _usual(intact or digests, names)
     why = (
         "it holds another anchor or outer state than most others: it has loaded another state, or computes otherwise, "
         "or a bit has flipped"
     )
-    return {ticket: why for ticket, digest in digests.items() if digest != usual}
+    broken = "inf or NaN is in its anchor or outer state"
+    return {ticket: why if reports[ticket].intact else broken for ticket, digest in digests.items() if digest != usual}
 
 
 def cut_off(reports: Mapping[Ticket, Report], names: Mapping[Ticket, Name]) -> dict[Ticket, str]:
