@@ -25,6 +25,7 @@ from commopt.train.errors import DivergedError
 from commopt.train.finite import bad, in_short
 from commopt.train.loop import Trainer
 from commopt.train.parse import to_yaml
+from commopt.train.tasks import Samples
 
 Make = Callable[..., Config]
 BASELINE = {"name": "AdamW", "args": {}}
@@ -238,4 +239,23 @@ def test_a_rank_that_cannot_take_a_step_is_one_line_on_the_others(pair: Pair, ti
     (first, told), (second, said) = pair.errors(run_with_failing_base, config, 1)
     assert (second, said) == ("RuntimeError", "no memory")
     assert first == "RankError"
+    assert told.startswith("step 4: ")
     assert "rank 1 cannot take this step; its own error says why" in told
+
+
+@pytest.mark.parametrize(("batch", "step"), [("train_batch", 3), ("heldout_batch", 6)])
+def test_an_error_that_nobody_expects_is_said_with_rank_and_step(
+    tiny: Make, tmp_path: Path, batch: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the steps, or in the evaluation behind one."""
+    whole, calls = getattr(Samples, batch), []
+
+    def taken(samples: Samples, indices: Any) -> Any:
+        calls.append(1)
+        if batch == "heldout_batch" or len(calls) == step:
+            raise KeyError("no such sample")
+        return whole(samples, indices)
+
+    with mock.patch.object(Samples, batch, taken), pytest.raises(KeyError, match="no such sample"):
+        run(tiny(tmp_path, optim=BASELINE))
+    assert f"rank 0, step {step}: KeyError: 'no such sample'" in caplog.text

@@ -29,7 +29,7 @@ from commopt.train.alike import check_alike
 from commopt.train.config import Config
 from commopt.train.data import load_corpus
 from commopt.train.engine import explained, make_engine
-from commopt.train.errors import ConfigError
+from commopt.train.errors import ConfigError, RankError, UserError, explain
 from commopt.train.metrics import MB, Meter, Record, Recorder, RunRecorder, quiet_events, ratio, show_ratio
 from commopt.train.models import count_parameters, make_model
 from commopt.train.optimizer import check_plan
@@ -194,13 +194,15 @@ class Trainer:
         self.world.heed()
         with self._recording() as recorder, self._until_done():
             while self.step < train.steps:
-                record = self.train_step()
+                with self._naming_step(self.step + 1):
+                    record = self.train_step()
                 recorder.advance(record["phase"])
                 last = self.step == train.steps
                 due = last or self.step % train.log_every == 0
                 record = self._training_record(record) if due else {"step": self.step}
                 if last or self.step % train.eval_every == 0:
-                    record["heldout_loss"] = heldout = self.evaluate()
+                    with self._naming_step(self.step):
+                        record["heldout_loss"] = heldout = self.evaluate()
                     self._warn_of(heldout)
                 if len(record) > 1:
                     record |= self.meter.totals() | {"skipped_steps": self.skipped}
@@ -288,6 +290,21 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16)
 
     # --- telling ---
+
+    @contextlib.contextmanager
+    def _naming_step(self, step: int) -> Iterator[None]:
+        """Context in which an error that this rank alone has met says so, with its rank and ``step``, and those of the
+        others with theirs; what all ranks have met says where by itself."""
+        try:
+            yield
+        except RankError as error:
+            raise RankError(f"step {step}: {error}") from error
+        except (UserError, CollectiveError):
+            raise
+        except Exception as error:
+            if not is_loss_of_contact(error):
+                log.error("rank %d, step %d: %s", self.world.rank, step, explain(error))
+            raise
 
     def _reduce(self, values: list[float]) -> list[float]:
         """Sums over ranks; how many steps each has skipped goes along."""
