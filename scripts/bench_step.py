@@ -4,7 +4,8 @@ time in the compressed phase on two.
     python scripts/bench_step.py [--repeats 30] [--json FILE]
 
 Time: both optimizers step the same 20 M parameters in turn, in one process; the ratio is the median of the pairs. So
-with 5,000 tensors of 100 elements, where a step is mostly Python; there the time to make the optimizer is taken, too.
+with 5,000 tensors of 100 elements, where a step is mostly Python, and with 1,000 that are a parameter group each; there
+the time to make the optimizer is taken, too.
 Memory: two processes over Gloo; state is what the optimizer holds, temporaries are the growth of the process'
 peak resident size during one compressed step. Both in units of the parameters (4 bytes each).
 """
@@ -41,6 +42,7 @@ def gpt_shapes(
 
 
 SMALL = [(100,)] * 5000
+GROUPS = SMALL[:1000]
 
 
 def make_params(seed: int = 0, shapes: Sequence[tuple[int, ...]] | None = None) -> list[nn.Parameter]:
@@ -57,11 +59,18 @@ def seconds(step: Any) -> float:
     return time.perf_counter() - start
 
 
-def one_rank(repeats: int, shapes: Sequence[tuple[int, ...]] | None = None) -> dict[str, float]:
+def one_rank(
+    repeats: int, shapes: Sequence[tuple[int, ...]] | None = None, group_each: bool = False
+) -> dict[str, float]:
     """Milliseconds per step of AdamW(foreach=True) and OneBitAdam, the median ratio of pairs, and seconds to make
-    OneBitAdam."""
-    reference = torch.optim.AdamW(make_params(shapes=shapes), lr=1e-3, weight_decay=0.01, foreach=True)
-    params = make_params(shapes=shapes)
+    OneBitAdam. ``group_each``: each parameter is a group."""
+
+    def given() -> list[Any]:
+        params = make_params(shapes=shapes)
+        return [{"params": [p]} for p in params] if group_each else params
+
+    reference = torch.optim.AdamW(given(), lr=1e-3, weight_decay=0.01, foreach=True)
+    params = given()
     begin = time.perf_counter()
     ours = OneBitAdam(params, lr=1e-3, weight_decay=0.01)
     made = time.perf_counter() - begin
@@ -136,15 +145,17 @@ def main() -> None:
     args = parser.parse_args()
     count = sum(p.numel() for p in make_params())
     one, small, two = one_rank(args.repeats), one_rank(args.repeats, SMALL), two_ranks(args.repeats)
-    result = {"parameters": count, "one_rank": one, "small_tensors": small, "two_ranks": two}
+    groups = one_rank(args.repeats, GROUPS, group_each=True)
+    result = {"parameters": count, "one_rank": one, "small_tensors": small, "many_groups": groups, "two_ranks": two}
     print(f"{count / 1e6:.1f} M parameters, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"one rank   AdamW(foreach=True)   {one['adamw_foreach_ms']:8.1f} ms/step")
     print(f"           OneBitAdam            {one['onebit_adam_ms']:8.1f} ms/step, {one['ratio']:.2f} x AdamW")
-    print(f"{len(SMALL)} small  AdamW(foreach=True)   {small['adamw_foreach_ms']:8.1f} ms/step")
-    print(
-        f"           OneBitAdam            {small['onebit_adam_ms']:8.1f} ms/step, {small['ratio']:.2f} x AdamW, "
-        f"made in {small['made_s']:.2f} s"
-    )
+    for what, times in ((f"{len(SMALL)} small", small), ("in groups", groups)):
+        print(f"{what:<11}AdamW(foreach=True)   {times['adamw_foreach_ms']:8.1f} ms/step")
+        print(
+            f"           OneBitAdam            {times['onebit_adam_ms']:8.1f} ms/step, {times['ratio']:.2f} x AdamW, "
+            f"made in {times['made_s']:.2f} s"
+        )
     print(f"two ranks  OneBitAdam compressed {two['compressed_step_ms']:8.1f} ms/step over loopback, 1 thread each")
     print("           memory, in units of the parameters:")
     print(
