@@ -65,6 +65,11 @@ def usual_width(params: int) -> int:
     return max(64, round((params * 64 / 12) ** (1 / 3) / 64) * 64)
 
 
+def layer_params(width: int) -> int:
+    """Parameters of a layer of a transformer of that ``width``."""
+    return 12 * width * width + 13 * width
+
+
 def shapes_of(params: int, last_params: int, width: int, shard: int = 1) -> Shapes:
     """The tensors of a transformer of that ``width`` that has ``params`` parameters.
 
@@ -74,14 +79,14 @@ def shapes_of(params: int, last_params: int, width: int, shard: int = 1) -> Shap
         width: columns of most matrices; >= 1.
         shard: ranks that each tensor is cut over, along its rows: the pieces of the first of them.
     """
-    layers, rest = divmod(params - last_params, 12 * width * width + 13 * width)
+    layers, rest = divmod(params - last_params, layer_params(width))
     out = [*_matrix(last_params, width), *(layers * _layer(width)), *_matrix(rest, width)]
     return tuple((-(-n // shard), *columns) for n, *columns in out)
 
 
 def modules_of(params: int, last_params: int, width: int) -> list[Shapes]:
     """The same tensors, of a layer together, and first those of none."""
-    layers, rest = divmod(params - last_params, 12 * width * width + 13 * width)
+    layers, rest = divmod(params - last_params, layer_params(width))
     return [(*_matrix(last_params, width), *_matrix(rest, width)), *(layers * [tuple(_layer(width))])]
 
 

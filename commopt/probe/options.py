@@ -13,6 +13,7 @@ import torch
 
 from commopt.arguments import Parser
 from commopt.compress import Sign
+from commopt.probe.messages import layer_params
 
 HOW_TO_START = (
     "start one process per device, at least 2: "
@@ -30,6 +31,12 @@ PATIENCE = timedelta(minutes=2)
 """Time that a rank waits for another before it gives up."""
 MOST_MB = 1024
 """Of a message that is timed, in 2**20 bytes."""
+STEP = (1e-6, 1e6)
+"""Seconds of a step, least and most: beyond, figures overflow, or are as long as a page."""
+WIDEST = 2**20
+"""Columns of a matrix: of one a row is held in memory, several times."""
+MOST_LAYERS = 10_000
+"""Of a model: its tensors are counted one by one, for every method."""
 
 
 class ProbeError(ValueError):
@@ -83,7 +90,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds, finite and > 0.
+    """Seconds of a step, within :data:`STEP`.
 
     Raises:
         ArgumentTypeError: if it is no such number.
@@ -92,8 +99,11 @@ def parse_seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: seconds must be a number > 0, such as 0.3")
+    least, most = STEP
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: seconds must be a number > 0, such as 0.3, and from {least:.6f} to {most:.0f}"
+        )
     return value
 
 
@@ -152,8 +162,8 @@ def check(options: Options) -> None:
         raise ProbeError(f"--fsdp: is not allowed with --shard={options.shard}: it is of models cut over all ranks")
     if options.last_params > options.params:
         raise ProbeError(f"--last-params: {options.last_params} is more than --params, {options.params}")
-    if options.width is not None and options.width < 1:
-        raise ProbeError(f"--width: {options.width} is not allowed, it must be at least 1")
+    if options.width is not None:
+        check_width(options.params - options.last_params, options.width)
     if not 0.0625 <= options.max_mb <= MOST_MB:
         raise ProbeError(f"--max-mb: {options.max_mb:g} is not allowed, it must be from 0.0625 to {MOST_MB}")
     if options.backend not in BACKENDS[options.device]:
@@ -167,3 +177,13 @@ def check(options: Options) -> None:
         Sign(block=options.block)
     except ValueError as error:
         raise ProbeError(f"--block: {error}") from None
+
+
+def check_width(params: int, width: int) -> None:
+    """Raises ProbeError for a width with which the layers of ``params`` parameters cannot be counted, or held."""
+    if width < 1:
+        raise ProbeError(f"--width: {width} is not allowed, it must be at least 1")
+    if width > WIDEST:
+        raise ProbeError(f"--width: {width} is not allowed, it must be at most {WIDEST}")
+    if (layers := params // layer_params(width)) > MOST_LAYERS:
+        raise ProbeError(f"--width: {width} is not allowed, that is {layers} layers; at most {MOST_LAYERS}")
