@@ -47,7 +47,7 @@ from commopt.probe.predict import (
     predict,
     whole_run,
 )
-from commopt.probe.report import cells
+from commopt.probe.report import cells, off_the_line
 from commopt.probe.sgd import PERIOD, sgd
 
 COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_to_all", "all_gather", "exchange")
@@ -110,6 +110,19 @@ def test_lines_never_go_below_zero() -> None:
     steep = fit_line([1000, 2000, 4000], [1e-4, 4e-4, 16e-4])
     assert steep.latency == 0
     assert steep.per_byte > 1e-7
+
+
+def test_a_largest_message_that_is_far_off_its_line_is_told() -> None:
+    """As an all-reduce of three ranks was at 100 Mbit/s and a loss of 1 %, on a busy machine: an outlier moves the line
+    little, also if it is the largest."""
+    took = [8.29e-3, 25.2e-3, 15.5e-3, 353e-3]
+    lossy = [Sample(n, 4 * n // 3, t) for n, t in zip((4096, 16384, 65536, 262144), took)]
+    link = {"all_reduce": fit_line(*columns(lossy)), "exchange": Line(1e-3, 8 / 1e8)}
+    even = [Sample(n, n, 1.2 * link["exchange"](n)) for n in SIZES]
+    (note,) = off_the_line(link, {"all_reduce": lossy, "exchange": even})
+    assert note.startswith("note: all-reduce, float32: 256 KB, the largest message, took 8.8 times")
+    even[-1] = replace(even[-1], seconds=even[-1].seconds / 2)
+    assert "to the next rank, float32: " in off_the_line(link, {"all_reduce": lossy, "exchange": even})[1]
 
 
 def test_a_line_through_two_points() -> None:

@@ -73,3 +73,9 @@ def line_through(few: tuple[float, float], many: tuple[float, float]) -> Line:
 def misfit(line: Line, nbytes: Sequence[float], seconds: Sequence[float]) -> float:
     """Median of the relative errors of ``line``."""
     return float(np.median([abs(line(x) / t - 1) for x, t in zip(nbytes, seconds)]))
+
+
+def share_of_largest(line: Line, nbytes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Times that the sample of most bytes took of what ``line`` says for it."""
+    most, took = max(zip(nbytes, seconds))
+    return took / line(most)

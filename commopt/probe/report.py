@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ from commopt.probe.clock import Costs, Step
 from commopt.probe.compressors import label
 from commopt.probe.cut import Cut
 from commopt.probe.figures import count, figure, rate, seconds, size
-from commopt.probe.fit import Line
+from commopt.probe.fit import Line, share_of_largest
 from commopt.probe.inside import Inside
 from commopt.probe.local import Local
 from commopt.probe.machines import Machines
-from commopt.probe.measure import Sample
+from commopt.probe.measure import Sample, columns
 from commopt.probe.model import Model, adamw_seconds
 from commopt.probe.options import Options
 from commopt.probe.rounds import BOTH_WAYS, GATHERED, NEARLY_ALL, Round, fewer_from
@@ -321,11 +322,31 @@ def _check(result: Result) -> list[str]:
             f"check: the same by {label(name, result.machines.model.compressors)} with machines as nodes took "
             f"{seconds(measured)}, {seconds(predicted)} by these figures"
         )
+    out += off_the_line(result.costs.link, result.samples)
     if adamw_seconds(result.costs, result.model) >= result.options.step_time:
         out.append(
             f"note: AdamW alone takes {seconds(result.local.adamw * result.model.params)} here, no less than "
             f"--step-time={result.options.step_time:g}: was that measured on another device?"
         )
+    return out
+
+
+OFF = 1.5
+"""Times that the largest message may take of what its line says: large ones are most of what is predicted."""
+
+
+def off_the_line(link: Mapping[str, Line], samples: Mapping[str, Sequence[Sample]]) -> list[str]:
+    """Notes on collectives whose largest message is far off their line, as where a network loses packets, or slows
+    down what is larger than a burst."""
+    out = []
+    for verb, line in link.items():
+        times = share_of_largest(line, *columns(samples[verb]))
+        if not 1 / OFF < times < OFF:
+            out.append(
+                f"note: {COLLECTIVES[verb]}: {size(max(s.size for s in samples[verb]))}, the largest message, took "
+                f"{figure(times, 2)} times as long as its line says, and what is predicted of large ones may be as "
+                "far off: run it again when nothing else runs, with more --max-mb; or the network loses packets"
+            )
     return out
 
 
