@@ -113,13 +113,14 @@ def test_a_layer_that_is_given_a_new_group_warms_up_once_more(frozen: str) -> No
 
 @pytest.mark.parametrize("name", ["ZeroOneAdam", "DiLoCo", "CSER"])
 @pytest.mark.parametrize("move", [into_a_new_one, into_a_new_one_beside_another, into_another])
+@pytest.mark.parametrize("bucket_mb", [None, 1e-5])  # or each parameter in a bucket of its own, which moves as a whole
 def test_between_two_rounds_it_is_refused_and_nothing_is_lost(
-    name: str, move: Callable[[nn.Module, Any], None]
+    name: str, move: Callable[[nn.Module, Any], None], bucket_mb: float | None
 ) -> None:
     def run(backend: ThreadBackend) -> list[torch.Tensor]:
         net = model()
         groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters())}]
-        optimizer = make(name, groups, backend=backend)
+        optimizer = make(name, groups, backend=backend, bucket_mb=bucket_mb)
         train(net, optimizer, range(7), backend.rank)
         assert optimizer.replicas_differ
         lists = [list(group["params"]) for group in optimizer.param_groups]
@@ -219,6 +220,32 @@ def test_between_backward_and_step_it_may_be_done_where_nothing_was_sent_yet(fre
 
     for plain, overlapped in zip(*(on_threads(RANKS, lambda b, o=o: run(b, o)) for o in (False, True))):
         assert same_bits(plain, overlapped)
+
+
+def test_between_backward_and_step_it_is_refused_of_what_was_sent() -> None:
+    """Also of a whole bucket, which was sent as one of its old group."""
+
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters()), "betas": (0.5, 0.9)}]
+        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=2, overlap=True, bucket_mb=1e-5, backend=backend)
+
+        def step(number: int, move: torch.Tensor | None = None) -> None:
+            net.zero_grad()
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+            first, second = optimizer.param_groups
+            if move is not None:
+                first["params"] = [p for p in first["params"] if p is not move]
+                second["params"] = [*second["params"], move]
+            optimizer.step()
+
+        for number in range(4):
+            step(number)
+        sent = optimizer.buckets[0].params[0]
+        with pytest.raises(ValueError, match="put into another group between backward\\(\\) and step\\(\\)"):
+            step(4, move=sent)
+
+    on_threads(RANKS, run)
 
 
 def test_a_parameter_that_was_taken_away_before_backward_is_named_as_that_with_overlap() -> None:

@@ -74,7 +74,8 @@ def rebuild(
 
 
 def regrouped(optimizer: PackedOptimizer) -> bool:
-    """True if somebody has put parameters into other groups, so that a bucket has some of several."""
+    """True if somebody has put parameters into other groups, so that a bucket has some of several; where replicas
+    differ, whole buckets too."""
     now = [group["params"] for group in optimizer.param_groups]
     known = [params for _, params in optimizer._registered]
     if len(now) == len(known) and all(map(same_objects, now, known)):
@@ -84,8 +85,12 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
     groups = optimizer.group_of()
     if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
         return True
-    if not exchanged(optimizer):  # whole buckets were moved, or a group has got a parameter that is in none yet
-        register(optimizer)
+    if exchanged(optimizer):
+        return False
+    was = {id(p): group for group, params in optimizer._registered for p in params}
+    if optimizer.replicas_differ and any(was.get(i) is not groups[i] for i in optimizer.packed()):
+        return True
+    register(optimizer)  # whole buckets were moved, or a group has got a parameter that is in none yet
     return False
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from commopt.state.following import same_objects
 from commopt.state.host import as_numbers
 from commopt.state.state_bucket import StateBucket
 from commopt.step.arrival import Arrivals
@@ -79,8 +80,8 @@ class Overlap:
             self._used = Used(step, optimizer.param_groups, optimizer.hyperparams_used_in_backward)
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError if a gradient, or a hyper-parameter in ``groups``, has changed since backward has used
-        it."""
+        """Raises ValueError if a gradient, or a hyper-parameter in ``groups``, has changed since backward has used it,
+        or a parameter is in another group now."""
         if self._used is not None:
             self._used.check(groups)
 
@@ -91,6 +92,7 @@ class Used:
     def __init__(self, step: StepInFlight, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         self._step, self._names = step, names
         self._hyperparams = [self._read(group) for group in groups]
+        self._params = [list(group["params"]) for group in groups]
         self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
         self.ended = False
         _after_backward(self._remember)
@@ -109,8 +111,11 @@ class Used:
         """Makes sure that what was sent in backward is still what the step is about.
 
         Raises:
-            ValueError: a gradient or a hyper-parameter has changed since.
+            ValueError: a gradient or a hyper-parameter has changed since, or a parameter was put into another group.
         """
+        params = [group["params"] for group in groups]
+        if len(params) != len(self._params) or not all(map(same_objects, params, self._params)):
+            self._check_groups(params)
         for p, grad, version in self._gradients:
             if p.grad is not grad or (grad is not None and grad._version != version):
                 raise ValueError(
@@ -125,6 +130,15 @@ class Used:
                     f"a parameter group changed between backward() and step(), from {before} to {now}, but "
                     "overlap=True has used it already. Change it after step()"
                 )
+
+    def _check_groups(self, now: Sequence[Sequence[Tensor]]) -> None:
+        """Raises ValueError if a parameter whose gradient was used is in another group ``now``."""
+        was, is_in = ({id(p): i for i, params in enumerate(every) for p in params} for every in (self._params, now))
+        if any(was[id(p)] != is_in.get(id(p)) for p, _, _ in self._gradients):
+            raise ValueError(
+                "a parameter was put into another group between backward() and step(), but overlap=True has sent its "
+                "gradient already; do it after step()"
+            )
 
 
 def _after_backward(call: Callable[[], None]) -> None:
