@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import on_threads
 
 from commopt.comm import NodesBackend, Topology
 from commopt.compress import Int4, Int8, Sign, TopK
 from commopt.gradients import LoCo
-from commopt.gradients.fsdp import Place
+from commopt.gradients.fsdp import MASKS, Group, Place
 from commopt.gradients.reduce_scatter import Averaged, GroupMean, Kept
 from commopt.gradients.shard_group import ShardGroup
 
@@ -281,3 +283,27 @@ def test_a_mean_that_is_not_sound_leaves_the_residual():
         assert torch.equal(first, again)
         assert not torch.equal(first, second)
         assert (nothing, nan, after) == (False, True, False)
+
+
+def group_of(shapes: list[tuple[tuple[int, ...], int]]) -> Group:
+    """FSDP's group of parameters of these shapes, without FSDP."""
+    own, size = nn.Parameter(torch.zeros(1)), torch.Size
+    params = [
+        SimpleNamespace(sharded_param=own, fsdp_placement=SimpleNamespace(dim=dim), _orig_size=size(shape))
+        for shape, dim in shapes
+    ]
+    mesh = SimpleNamespace(shard_process_group=SimpleNamespace(size=lambda: W))
+    return Group(None, SimpleNamespace(mesh_info=mesh, fsdp_params=params, device=torch.device("cpu")))
+
+
+def test_masks_of_experts_that_are_others_in_every_step_do_not_add_up():
+    """Of a mixture of experts each step may have gradients of another choice: one mask for each would fill the
+    memory."""
+    group, draw = group_of([((5, 3), 0)] * 12), random.Random(0)
+    choices = [sorted(draw.sample(range(12), 6)) for _ in range(100)]
+    assert len({*map(tuple, choices)}) > 4 * MASKS
+    for present in choices:
+        mask = group.mask(present)
+        assert mask is not None
+        assert mask.tolist() == Plain(present, places=group.places).mask(present).tolist()
+    assert len(group._masks) <= MASKS

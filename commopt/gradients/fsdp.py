@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from commopt import ops
 from commopt.hsdp import averages_over_replicas, groups_in, modules_of
 
+MASKS = 16
+"""Most masks that a group keeps, of so many choices of parameters with a gradient."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -144,6 +147,8 @@ class Group:
         is."""
         key = tuple(present)
         if key not in self._masks:
+            if len(self._masks) == MASKS:  # a mixture of experts has other ones in every step
+                del self._masks[next(iter(self._masks))]
             self._masks[key] = self._mask([self.places[i] for i in present])
         return self._masks[key]
 
