@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +147,52 @@ def test_between_two_rounds_it_is_refused_and_nothing_is_lost(
     assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "DiLoCo", "CSER"])
+def test_a_group_that_is_added_between_two_rounds_leaves_the_buckets_as_they_are(name: str) -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        optimizer = make(name, list(net[0].parameters()), backend=backend)
+        train(net, optimizer, range(7), backend.rank)
+        assert optimizer.replicas_differ
+        buckets = list(optimizer.buckets)
+        optimizer.add_param_group({"params": list(net[1].parameters())})
+        assert all(map(operator.is_, buckets, optimizer.buckets))
+
+    on_threads(RANKS, run)
+
+
+def loaded_anew(optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def made_anew(optimizer: Any) -> None:
+    optimizer.param_groups[:] = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "DiLoCo", "CSER"])
+@pytest.mark.parametrize("anew", [loaded_anew, made_anew])
+def test_groups_that_are_made_anew_between_two_rounds_are_those_in_their_places(
+    name: str, anew: Callable[[Any], None]
+) -> None:
+    """Also where one of them has got a parameter since."""
+
+    def run(backend: ThreadBackend, anew: Callable[[Any], None]) -> list[torch.Tensor]:
+        net = model()
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters())}]
+        optimizer = make(name, groups, backend=backend)
+        train(net, optimizer, range(7), backend.rank)
+        assert optimizer.replicas_differ
+        anew(optimizer)
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+        train(net, optimizer, range(7, 12), backend.rank)
+        optimizer.synchronize()
+        return [p.detach() for p in net.parameters()]
+
+    plain, other = [on_threads(RANKS, functools.partial(run, anew=f)) for f in (lambda _: None, anew)]
+    assert same_bits(plain[0], other[0])
+    assert same_bits(other[0], other[1])
+
+
 def test_what_is_owed_of_each_parameter_stays_owed(caplog: pytest.LogCaptureFixture) -> None:
     """The sum of what workers and servers owe, over the ranks; no bucket begins anew."""
 
@@ -246,6 +294,52 @@ def test_between_backward_and_step_it_is_refused_of_what_was_sent() -> None:
             step(4, move=sent)
 
     on_threads(RANKS, run)
+
+
+def in_another_order(optimizer: Any) -> None:
+    optimizer.param_groups.reverse()
+
+
+def without_an_empty_one(optimizer: Any) -> None:
+    del optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("change", [in_another_order, without_an_empty_one, made_anew])
+def test_between_backward_and_step_groups_may_change_around_what_was_sent(change: Callable[[Any], None]) -> None:
+    def run(backend: ThreadBackend, change: Callable[[Any], None]) -> list[torch.Tensor]:
+        net = model()
+        groups: list[Any] = [{"params": []}, *({"params": list(layer.parameters())} for layer in net)]
+        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=2, overlap=True, bucket_mb=1e-5, backend=backend)
+        for number in range(6):
+            net.zero_grad()
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+            if number == 4:
+                change(optimizer)
+                optimizer.param_groups[-1]["params"].append(nn.Parameter(torch.ones(2), requires_grad=False))
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    for plain, other in zip(*(on_threads(RANKS, functools.partial(run, change=f)) for f in (lambda _: None, change))):
+        assert same_bits(plain, other)
+
+
+def test_a_parameter_that_is_back_in_its_group_before_the_step_is_not_missed() -> None:
+    """With overlap, which has sent it meanwhile."""
+
+    def run(backend: ThreadBackend, away: bool) -> list[torch.Tensor]:
+        net = model()
+        optimizer = OneBitAdam(net.parameters(), lr=1e-2, freeze_step=2, overlap=True, bucket_mb=1e-6, backend=backend)
+        for number in range(5):
+            net.zero_grad()
+            params = optimizer.param_groups[0]["params"]
+            gone = [params.pop()] if away and number == 3 else []
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+            params += gone
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    for plain, other in zip(*(on_threads(RANKS, functools.partial(run, away=away)) for away in (False, True))):
+        assert same_bits(plain, other)
 
 
 def test_a_parameter_that_was_taken_away_before_backward_is_named_as_that_with_overlap() -> None:

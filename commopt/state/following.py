@@ -87,18 +87,26 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
         return True
     if exchanged(optimizer):
         return False
-    was = {id(p): group for group, params in optimizer._registered for p in params}
-    if optimizer.replicas_differ and any(was.get(i) is not groups[i] for i in optimizer.packed()):
+    was = _groups_before(optimizer)
+    if optimizer.replicas_differ and any(was.get(i, groups[i]) is not groups[i] for i in optimizer.packed()):
         return True
     register(optimizer)  # whole buckets were moved, or a group has got a parameter that is in none yet
     return False
 
 
+def _groups_before(optimizer: PackedOptimizer) -> dict[int, dict[str, Any]]:
+    """The group that each parameter was in, by its id; where somebody has made all groups anew, the one in the place
+    of that."""
+    known, now = [group for group, _ in optimizer._registered], optimizer.param_groups
+    if len(known) <= len(now) and {*map(id, known)}.isdisjoint(map(id, now)):
+        known = now
+    return {id(p): group for group, (_, params) in zip(known, optimizer._registered) for p in params}
+
+
 def register(optimizer: PackedOptimizer) -> None:
     """Takes the parameters that are in the groups now for those that are known, and notes of groups to which some have
     come from other ones that the variance of these may not be raised."""
-    # the groups may be others now, or in another order
-    was = {id(p): group for group, params in optimizer._registered for p in params}
+    was = _groups_before(optimizer)
     for group in optimizer.param_groups:
         come = [p for p in group["params"] if was.get(id(p), group) is not group]
         if "raised" in group and come:

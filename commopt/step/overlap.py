@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ class Used:
     def __init__(self, step: StepInFlight, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         self._step, self._names = step, names
         self._hyperparams = [self._read(group) for group in groups]
-        self._params = [list(group["params"]) for group in groups]
+        self._groups = [(group, list(group["params"])) for group in groups]
         self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
         self.ended = False
         _after_backward(self._remember)
@@ -113,9 +114,9 @@ class Used:
         Raises:
             ValueError: a gradient or a hyper-parameter has changed since, or a parameter was put into another group.
         """
-        params = [group["params"] for group in groups]
-        if len(params) != len(self._params) or not all(map(same_objects, params, self._params)):
-            self._check_groups(params)
+        known, lists = [params for _, params in self._groups], [group["params"] for group in groups]
+        if len(lists) != len(known) or not all(map(same_objects, lists, known)):
+            self._check_groups([*zip(groups, lists)])
         for p, grad, version in self._gradients:
             if p.grad is not grad or (grad is not None and grad._version != version):
                 raise ValueError(
@@ -131,10 +132,15 @@ class Used:
                     "overlap=True has used it already. Change it after step()"
                 )
 
-    def _check_groups(self, now: Sequence[Sequence[Tensor]]) -> None:
-        """Raises ValueError if a parameter whose gradient was used is in another group ``now``."""
-        was, is_in = ({id(p): i for i, params in enumerate(every) for p in params} for every in (self._params, now))
-        if any(was[id(p)] != is_in.get(id(p)) for p, _, _ in self._gradients):
+    def _check_groups(self, now: Sequence[tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
+        """Raises ValueError if a parameter whose gradient was used is in another group ``now``: one that is neither the
+        same object, nor in the same place, as one that was made anew is."""
+        was, is_in = (
+            {id(p): (i, id(group)) for i, (group, params) in enumerate(every) for p in params}
+            for every in (self._groups, now)
+        )
+        used = [id(p) for p, _, _ in self._gradients if id(p) in was]  # not what was away then, and is back
+        if any(i not in is_in or all(map(operator.ne, was[i], is_in[i])) for i in used):
             raise ValueError(
                 "a parameter was put into another group between backward() and step(), but overlap=True has sent its "
                 "gradient already; do it after step()"
