@@ -193,6 +193,20 @@ def test_groups_that_are_made_anew_between_two_rounds_are_those_in_their_places(
     assert same_bits(other[0], other[1])
 
 
+def test_a_parameter_that_is_in_two_groups_by_mistake_is_in_one_bucket() -> None:
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        net[1].bias.requires_grad_(False)
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters())}]
+        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=3, backend=backend)
+        train(net, optimizer, range(2), backend.rank)
+        optimizer.param_groups[0]["params"].append(net[1].bias.requires_grad_(True))
+        train(net, optimizer, range(2, 3), backend.rank)
+        assert sum(p is net[1].bias for bucket in optimizer.buckets for p in bucket.params) == 1
+
+    on_threads(RANKS, run)
+
+
 def test_what_is_owed_of_each_parameter_stays_owed(caplog: pytest.LogCaptureFixture) -> None:
     """The sum of what workers and servers owe, over the ranks; no bucket begins anew."""
 
@@ -292,6 +306,35 @@ def test_between_backward_and_step_it_is_refused_of_what_was_sent() -> None:
         sent = optimizer.buckets[0].params[0]
         with pytest.raises(ValueError, match="put into another group between backward\\(\\) and step\\(\\)"):
             step(4, move=sent)
+
+    on_threads(RANKS, run)
+
+
+def test_a_step_that_is_refused_for_a_move_leaves_what_is_owed_as_it_was() -> None:
+    """Of 0/1 Adam, which weighs residuals as the new group does, whose interval is longer."""
+    every, third = ({"variance_stop": 2, "sync_double_every": None, "sync_first": n, "sync_longest": n} for n in (1, 3))
+
+    def run(backend: ThreadBackend) -> None:
+        with seeded():
+            net = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
+        a, b, c = net.parameters()
+        groups = [{"params": [b, c], **every}, {"params": [a], **third}]
+        optimizer = ZeroOneAdam(groups, lr=1e-2, overlap=True, bucket_mb=1e-5, backend=backend)
+        for number in range(6):
+            net.zero_grad()
+            net(torch.arange(10.0).view(2, 5) + number + backend.rank).square().mean().backward()
+            if number < 5:
+                optimizer.step()
+        (sent,) = optimizer.buckets[0].params
+        owed = optimizer.residuals[sent]
+        before = {name: t.clone() for name, t in owed.items()}
+        assert any(bool(t.any()) for t in before.values())
+        first, second = optimizer.param_groups
+        first["params"] = [p for p in first["params"] if p is not sent]
+        second["params"] = [*second["params"], sent]
+        with pytest.raises(ValueError, match="put into another group between backward\\(\\) and step\\(\\)"):
+            optimizer.step()
+        assert all(torch.equal(t, optimizer.residuals[sent][name]) for name, t in before.items())
 
     on_threads(RANKS, run)
 

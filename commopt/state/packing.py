@@ -33,6 +33,7 @@ def pack_new(optimizer: PackedOptimizer, groups: Sequence[dict[str, Any]]) -> No
         new = [p for p in group["params"] if (p.requires_grad or id(p) in kept) and id(p) not in packed]
         if new:
             _pack_group(optimizer, new)
+            packed.update(map(id, new))
     if len(optimizer.buckets) > known:
         refresh_own_tensors(optimizer)
 

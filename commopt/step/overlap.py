@@ -81,10 +81,15 @@ class Overlap:
             self._used = Used(step, optimizer.param_groups, optimizer.hyperparams_used_in_backward)
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError if a gradient, or a hyper-parameter in ``groups``, has changed since backward has used it,
-        or a parameter is in another group now."""
+        """Raises ValueError if a gradient, or a hyper-parameter in ``groups``, has changed since backward has used
+        it."""
         if self._used is not None:
             self._used.check(groups)
+
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError if a parameter whose gradient backward has used is in another one of ``groups`` now."""
+        if self._used is not None:
+            self._used.check_groups(groups)
 
 
 class Used:
@@ -112,11 +117,8 @@ class Used:
         """Makes sure that what was sent in backward is still what the step is about.
 
         Raises:
-            ValueError: a gradient or a hyper-parameter has changed since, or a parameter was put into another group.
+            ValueError: a gradient or a hyper-parameter has changed since.
         """
-        known, lists = [params for _, params in self._groups], [group["params"] for group in groups]
-        if len(lists) != len(known) or not all(map(same_objects, lists, known)):
-            self._check_groups([*zip(groups, lists)])
         for p, grad, version in self._gradients:
             if p.grad is not grad or (grad is not None and grad._version != version):
                 raise ValueError(
@@ -132,12 +134,15 @@ class Used:
                     "overlap=True has used it already. Change it after step()"
                 )
 
-    def _check_groups(self, now: Sequence[tuple[dict[str, Any], Sequence[Tensor]]]) -> None:
-        """Raises ValueError if a parameter whose gradient was used is in another group ``now``: one that is neither the
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError if a parameter whose gradient was used is in another group now: one that is neither the
         same object, nor in the same place, as one that was made anew is."""
+        known, lists = [params for _, params in self._groups], [group["params"] for group in groups]
+        if len(lists) == len(known) and all(map(same_objects, lists, known)):
+            return
         was, is_in = (
             {id(p): (i, id(group)) for i, (group, params) in enumerate(every) for p in params}
-            for every in (self._groups, now)
+            for every in (self._groups, zip(groups, lists))
         )
         used = [id(p) for p, _, _ in self._gradients if id(p) in was]  # not what was away then, and is back
         if any(i not in is_in or all(map(operator.ne, was[i], is_in[i])) for i in used):

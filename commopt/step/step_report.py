@@ -50,6 +50,8 @@ def follow(optimizer: CommOptimizer, step: StepInFlight) -> Exception | None:
     else was done to them. The other ranks hear of it when they agree."""
     try:
         following.refuse_exchanged(optimizer)
+        if optimizer._watching is not None:  # first, for what is noted as moved is weighed as in its new group
+            optimizer._watching.check_groups(optimizer.param_groups)
         following.refuse_regrouped(optimizer)
     except ValueError as error:
         return error
