@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from commopt.state.following import same_objects
 from commopt.state.host import as_numbers
 from commopt.state.state_bucket import StateBucket
 from commopt.step.arrival import Arrivals
@@ -86,10 +84,10 @@ class Overlap:
         if self._used is not None:
             self._used.check(groups)
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError if a parameter whose gradient backward has used is in another one of ``groups`` now."""
+    def check_moved(self, moved: Collection[int]) -> None:
+        """Raises ValueError if backward has used the gradient of a parameter that has ``moved``, by its id."""
         if self._used is not None:
-            self._used.check_groups(groups)
+            self._used.check_moved(moved)
 
 
 class Used:
@@ -98,7 +96,6 @@ class Used:
     def __init__(self, step: StepInFlight, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         self._step, self._names = step, names
         self._hyperparams = [self._read(group) for group in groups]
-        self._groups = [(group, list(group["params"])) for group in groups]
         self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
         self.ended = False
         _after_backward(self._remember)
@@ -134,18 +131,9 @@ class Used:
                     "overlap=True has used it already. Change it after step()"
                 )
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError if a parameter whose gradient was used is in another group now: one that is neither the
-        same object, nor in the same place, as one that was made anew is."""
-        known, lists = [params for _, params in self._groups], [group["params"] for group in groups]
-        if len(lists) == len(known) and all(map(same_objects, lists, known)):
-            return
-        was, is_in = (
-            {id(p): (i, id(group)) for i, (group, params) in enumerate(every) for p in params}
-            for every in (self._groups, zip(groups, lists))
-        )
-        used = [id(p) for p, _, _ in self._gradients if id(p) in was]  # not what was away then, and is back
-        if any(i not in is_in or all(map(operator.ne, was[i], is_in[i])) for i in used):
+    def check_moved(self, moved: Collection[int]) -> None:
+        """Raises ValueError if the gradient of a parameter that was put into another group, by its id, was used."""
+        if any(id(p) in moved for p, _, _ in self._gradients):
             raise ValueError(
                 "a parameter was put into another group between backward() and step(), but overlap=True has sent its "
                 "gradient already; do it after step()"

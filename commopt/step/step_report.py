@@ -51,7 +51,7 @@ def follow(optimizer: CommOptimizer, step: StepInFlight) -> Exception | None:
     try:
         following.refuse_exchanged(optimizer)
         if optimizer._watching is not None:  # first, for what is noted as moved is weighed as in its new group
-            optimizer._watching.check_groups(optimizer.param_groups)
+            optimizer._watching.check_moved(following.moved(optimizer))
         following.refuse_regrouped(optimizer)
     except ValueError as error:
         return error
