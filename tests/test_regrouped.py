@@ -284,61 +284,6 @@ def test_between_backward_and_step_it_may_be_done_where_nothing_was_sent_yet(fre
         assert same_bits(plain, overlapped)
 
 
-def test_between_backward_and_step_it_is_refused_of_what_was_sent() -> None:
-    """Also of a whole bucket, which was sent as one of its old group."""
-
-    def run(backend: ThreadBackend) -> None:
-        net = model()
-        groups = [{"params": list(net[0].parameters())}, {"params": list(net[1].parameters()), "betas": (0.5, 0.9)}]
-        optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=2, overlap=True, bucket_mb=1e-5, backend=backend)
-
-        def step(number: int, move: torch.Tensor | None = None) -> None:
-            net.zero_grad()
-            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
-            first, second = optimizer.param_groups
-            if move is not None:
-                first["params"] = [p for p in first["params"] if p is not move]
-                second["params"] = [*second["params"], move]
-            optimizer.step()
-
-        for number in range(4):
-            step(number)
-        sent = optimizer.buckets[0].params[0]
-        with pytest.raises(ValueError, match="put into another group between backward\\(\\) and step\\(\\)"):
-            step(4, move=sent)
-
-    on_threads(RANKS, run)
-
-
-def test_a_step_that_is_refused_for_a_move_leaves_what_is_owed_as_it_was() -> None:
-    """Of 0/1 Adam, which weighs residuals as the new group does, whose interval is longer."""
-    every, third = ({"variance_stop": 2, "sync_double_every": None, "sync_first": n, "sync_longest": n} for n in (1, 3))
-
-    def run(backend: ThreadBackend) -> None:
-        with seeded():
-            net = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
-        a, b, c = net.parameters()
-        groups = [{"params": [b, c], **every}, {"params": [a], **third}]
-        optimizer = ZeroOneAdam(groups, lr=1e-2, overlap=True, bucket_mb=1e-5, backend=backend)
-        for number in range(6):
-            net.zero_grad()
-            net(torch.arange(10.0).view(2, 5) + number + backend.rank).square().mean().backward()
-            if number < 5:
-                optimizer.step()
-        (sent,) = optimizer.buckets[0].params
-        owed = optimizer.residuals[sent]
-        before = {name: t.clone() for name, t in owed.items()}
-        assert any(bool(t.any()) for t in before.values())
-        first, second = optimizer.param_groups
-        first["params"] = [p for p in first["params"] if p is not sent]
-        second["params"] = [*second["params"], sent]
-        with pytest.raises(ValueError, match="put into another group between backward\\(\\) and step\\(\\)"):
-            optimizer.step()
-        assert all(torch.equal(t, optimizer.residuals[sent][name]) for name, t in before.items())
-
-    on_threads(RANKS, run)
-
-
 def in_another_order(optimizer: Any) -> None:
     optimizer.param_groups.reverse()
 

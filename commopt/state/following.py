@@ -76,7 +76,9 @@ def rebuild(
 def regrouped(optimizer: PackedOptimizer) -> bool:
     """True if somebody has put parameters into other groups, so that a bucket has some of several; where replicas
     differ, whole buckets too."""
-    if _are_as_known(optimizer):
+    now = [group["params"] for group in optimizer.param_groups]
+    known = [params for _, params in optimizer._registered]
+    if len(now) == len(known) and all(map(same_objects, now, known)):
         if not same_objects([group for group, _ in optimizer._registered], optimizer.param_groups):
             packing.note_groups(optimizer)  # somebody has made them anew
         return False
@@ -85,25 +87,11 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
         return True
     if exchanged(optimizer):
         return False
-    if optimizer.replicas_differ and not optimizer.packed().isdisjoint(moved(optimizer)):
+    was = _groups_before(optimizer)
+    if optimizer.replicas_differ and any(was.get(i, groups[i]) is not groups[i] for i in optimizer.packed()):
         return True
     register(optimizer)  # whole buckets were moved, or a group has got a parameter that is in none yet
     return False
-
-
-def moved(optimizer: PackedOptimizer) -> set[int]:
-    """The ids of the parameters that are in another group than the ranks know them in."""
-    if _are_as_known(optimizer):
-        return set()
-    was, now = _groups_before(optimizer), optimizer.group_of()
-    return {i for i, group in was.items() if now.get(i, group) is not group}
-
-
-def _are_as_known(optimizer: PackedOptimizer) -> bool:
-    """True if the groups have the parameters that the ranks know."""
-    now = [group["params"] for group in optimizer.param_groups]
-    known = [params for _, params in optimizer._registered]
-    return len(now) == len(known) and all(map(same_objects, now, known))
 
 
 def _groups_before(optimizer: PackedOptimizer) -> dict[int, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,11 +84,6 @@ class Overlap:
         if self._used is not None:
             self._used.check(groups)
 
-    def check_moved(self, moved: Collection[int]) -> None:
-        """Raises ValueError if backward has used the gradient of a parameter that has ``moved``, by its id."""
-        if self._used is not None:
-            self._used.check_moved(moved)
-
 
 class Used:
     """Gradients and hyper-parameters that backward has used, to see whether they are still the same."""
@@ -130,14 +125,6 @@ class Used:
                     f"a parameter group changed between backward() and step(), from {before} to {now}, but "
                     "overlap=True has used it already. Change it after step()"
                 )
-
-    def check_moved(self, moved: Collection[int]) -> None:
-        """Raises ValueError if the gradient of a parameter that was put into another group, by its id, was used."""
-        if any(id(p) in moved for p, _, _ in self._gradients):
-            raise ValueError(
-                "a parameter was put into another group between backward() and step(), but overlap=True has sent its "
-                "gradient already; do it after step()"
-            )
 
 
 def _after_backward(call: Callable[[], None]) -> None:

@@ -50,8 +50,6 @@ def follow(optimizer: CommOptimizer, step: StepInFlight) -> Exception | None:
     else was done to them. The other ranks hear of it when they agree."""
     try:
         following.refuse_exchanged(optimizer)
-        if optimizer._watching is not None:  # first, for what is noted as moved is weighed as in its new group
-            optimizer._watching.check_moved(following.moved(optimizer))
         following.refuse_regrouped(optimizer)
     except ValueError as error:
         return error
