@@ -12,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from every import EVERY, OUTER, every, every_communicating, every_outer, every_overlapping, every_variant, make
+from every import (
+    COMMUNICATING,
+    EVERY,
+    OUTER,
+    every,
+    every_communicating,
+    every_outer,
+    every_overlapping,
+    every_variant,
+    make,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import profile
 from worlds import Toy, Used, backward, on_threads, params_of, same_bits, tensors_in, through_a_file, train
 
-from commopt import Lamb, OneBitAdam
+from commopt import Lamb, OneBitAdam, Streaming
 from commopt.comm import LocalBackend
 
 
@@ -852,13 +862,15 @@ class Counted(list):
         return super().__iter__()
 
 
-@every_communicating
-def test_steps_look_at_a_parameter_as_often_however_many_groups_there_are(name):
+@pytest.mark.parametrize(
+    ("name", "settings"), [*((name, {}) for name in COMMUNICATING), ("DiLoCo", {"streaming": Streaming(2, 1)})]
+)
+def test_steps_look_at_a_parameter_as_often_however_many_groups_there_are(name, settings):
     """Else a step of a group for each parameter would take the time of their number squared."""
 
     def most_looks(backend, count):
         params = [nn.Parameter(torch.ones(3)) for _ in range(count)]
-        optimizer = make(name, [{"params": [p]} for p in params], backend=backend)
+        optimizer = make(name, [{"params": [p]} for p in params], backend=backend, **settings)
 
         def steps(number):
             for _ in range(number):

@@ -218,8 +218,7 @@ class OuterOptimizer(PackedOptimizer):
         before = self.packed() | {*self._kept_packed}
         super().make_buckets(groups)
         if self.streaming is not None:
-            for group in groups:
-                streams.note_joined(self, group, before)
+            streams.note_joined(self, groups, before)
 
     def init_bucket(self, bucket: StateBucket) -> None:
         if self.fragments > 1:

@@ -36,7 +36,7 @@ from commopt.outer.rounds import RoundReport, pseudo_gradient
 from commopt.outer.view import REMEDY, LeftOut, Report, View
 from commopt.sharding import is_sharded, tensors_in
 from commopt.state import guard, packing
-from commopt.state.host import square_norm
+from commopt.state.host import numbers_of, square_norm
 from commopt.state.packed import PackedOptimizer
 from commopt.state.replicas import average_exactly, reaching_others
 
@@ -265,7 +265,7 @@ def _digest(optimizer: OuterOptimizer) -> int:
 
 def _is_intact(optimizer: OuterOptimizer) -> bool:
     """True if what all members hold alike is finite."""
-    return all(bool(ops.all_finite(flat)) for bucket in optimizer.buckets for flat in bucket.buffers.values())
+    return all(numbers_of([ops.all_finite(x) for bucket in optimizer.buckets for x in bucket.buffers.values()]))
 
 
 def _norm(optimizer: OuterOptimizer, mine: RoundReport) -> float:

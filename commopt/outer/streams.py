@@ -197,14 +197,14 @@ def _still_when_sent(optimizer: OuterOptimizer, fragment: int) -> set[int]:
     return still
 
 
-def note_joined(optimizer: OuterOptimizer, group: Group, before: Collection[int]) -> None:
-    """Takes down of which parameters of ``group`` nothing is in flight, though their fragment is: of all but those with
-    the ids ``before``."""
-    joined = {
-        id(p) for b in optimizer.buckets for p in b.params if id(p) not in before and group["sent_steps"][b.fragment]
-    }
-    new = (i for i, p in enumerate(group["params"]) if id(p) in joined)
-    group[JOINED] = tuple(sorted({*group[JOINED], *new}))
+def note_joined(optimizer: OuterOptimizer, groups: Sequence[Group], before: Collection[int]) -> None:
+    """Takes down of which parameters of ``groups`` nothing is in flight, though their fragment is: of all but those
+    with the ids ``before``."""
+    fragment_of = {id(p): b.fragment for b in optimizer.buckets for p in b.params if id(p) not in before}
+    for group in groups if fragment_of else ():
+        packed = ((i, fragment_of.get(id(p))) for i, p in enumerate(group["params"]))
+        joined = (i for i, fragment in packed if fragment is not None and group["sent_steps"][fragment])
+        group[JOINED] = tuple(sorted({*group[JOINED], *joined}))
 
 
 def joined_of(optimizer: OuterOptimizer) -> set[int]:
