@@ -538,6 +538,74 @@ def test_so_it_is_where_its_old_group_is_gone(loaded: bool) -> None:
     on_threads(RANKS, run)
 
 
+@pytest.mark.parametrize("bucket_mb", [1e-6, None])  # None: it is moved out of a bucket with others
+def test_what_was_moved_before_a_state_is_loaded_owes_what_that_has(bucket_mb: float | None) -> None:
+    """As where a script that is resumed does once more what it did before it saved."""
+
+    def run(backend: ThreadBackend) -> None:
+        def made(net: nn.Module, bucket_mb: float | None) -> ZeroOneAdam:
+            seldom = {"params": [net[1].bias], "sync": SyncPolicy(4, None, 4)}
+            return ZeroOneAdam(
+                [{"params": [*net[0].parameters(), net[1].weight]}, seldom], variance=VariancePolicy(1, 2),
+                sync=SyncPolicy(1, None, 1), compressor=Sign(16), backend=backend, bucket_mb=bucket_mb,
+            )  # fmt: skip
+
+        def move(optimizer: ZeroOneAdam) -> None:
+            often, seldom = optimizer.param_groups
+            seldom["params"].insert(0, often["params"].pop())  # so that all are in the same order
+
+        net = model()
+        optimizer = made(net, bucket_mb)
+        train(net, optimizer, range(6), backend.rank)
+        move(optimizer)
+        saved = through_a_file(optimizer.state_dict())
+        expected = owed(optimizer, net[1].weight)
+        assert expected.any()
+        again = model()
+        resumed = made(again, bucket_mb)
+        move(resumed)
+        resumed.load_state_dict(saved)
+        resumed.state_dict()
+        assert same_bits([owed(resumed, again[1].weight)], [expected])
+        train(again, resumed, range(6, 12), backend.rank)
+        train(net, optimizer, range(6, 12), backend.rank)
+        assert same_bits([owed(resumed, again[1].weight)], [owed(optimizer, net[1].weight)])
+
+    on_threads(RANKS, run)
+
+
+@pytest.mark.parametrize("longer", [True, False])
+def test_what_overlap_has_sent_may_not_go_on_as_a_local_step(longer: bool) -> None:
+    """Nor the other way round: it would be made anew from an anchor that nobody has set."""
+
+    def run(backend: ThreadBackend) -> None:
+        net = model()
+        params = list(net.parameters())
+        groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "sync": SyncPolicy(4, None, 4)}]
+        optimizer = ZeroOneAdam(
+            groups, variance=VariancePolicy(1, 2), sync=SyncPolicy(1, None, 1), overlap=True, bucket_mb=1e-6,
+            compressor=Sign(16), backend=backend,
+        )  # fmt: skip
+
+        def backward(number: int) -> None:
+            net.zero_grad()
+            net(torch.full((2, 5), 1.0 + number + backend.rank)).square().mean().backward()
+
+        for number in range(6):
+            backward(number)
+            optimizer.step()
+        often, seldom = (group["params"] for group in optimizer.param_groups)
+        backward(6)
+        p = often[-1] if longer else seldom[-1]
+        before = [*owed(optimizer, p).clone(), *p.detach().clone()]
+        (seldom if longer else often).append((often if longer else seldom).pop())
+        with pytest.raises(ValueError, match="put into other groups between backward\\(\\) and step\\(\\)"):
+            optimizer.step()
+        assert same_bits([*owed(optimizer, p), *p.detach()], before)
+
+    on_threads(RANKS, run)
+
+
 def test_groups_in_another_order_owe_what_they_did() -> None:
     def run(backend: ThreadBackend) -> None:
         net = model()

@@ -75,7 +75,7 @@ def rebuild(
 
 def regrouped(optimizer: PackedOptimizer) -> bool:
     """True if somebody has put parameters into other groups, so that a bucket has some of several; where replicas
-    differ, whole buckets too."""
+    differ, or a step under way has sent them, and would not by the new group, whole buckets too."""
     now = [group["params"] for group in optimizer.param_groups]
     known = [params for _, params in optimizer._registered]
     if len(now) == len(known) and all(map(same_objects, now, known)):
@@ -89,6 +89,8 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
         return False
     was = _groups_before(optimizer)
     if optimizer.replicas_differ and any(was.get(i, groups[i]) is not groups[i] for i in optimizer.packed()):
+        return True
+    if optimizer.sent_as_another_kind(was, groups):
         return True
     register(optimizer)  # whole buckets were moved, or a group has got a parameter that is in none yet
     return False
@@ -113,6 +115,19 @@ def register(optimizer: PackedOptimizer) -> None:
             group["raised"] = ""
         for old in {id(was[id(p)]): was[id(p)] for p in come}.values():
             optimizer.put_in_group([p for p in come if was[id(p)] is old], old, group)
+    packing.note_groups(optimizer)
+    optimizer._layout = None
+
+
+def take_groups(optimizer: PackedOptimizer) -> None:
+    """Takes the groups as they are now for those that a state which is about to be loaded is of: what somebody has
+    moved before is nothing that its residuals are still to be weighed for."""
+    if exchanged(optimizer):  # rebind() looks for the ones before
+        return
+    groups = optimizer.group_of()
+    if any(len({id(groups[id(p)]) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
+        packing.pack_anew(optimizer, packing.runs_of(optimizer))
+        optimizer.watch_buckets()
     packing.note_groups(optimizer)
     optimizer._layout = None
 

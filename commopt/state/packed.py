@@ -176,6 +176,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Hook for when somebody has put ``params`` from the group ``old``, which may be gone, into ``new``; their
         buckets are the old ones still."""
 
+    def sent_as_another_kind(self, was: Mapping[int, dict[str, Any]], now: Mapping[int, dict[str, Any]]) -> bool:
+        """True if a step under way has sent something of a parameter by the group that it ``was`` in, by its id, and
+        the step of the one that it is in ``now`` sends nothing, or the other way round."""
+        return False
+
     def rebound(self, new: Mapping[Tensor, Tensor]) -> None:
         """Hook for when parameters were exchanged: ``new`` has the one in place of each."""
 
@@ -619,6 +624,7 @@ class PackedOptimizer(torch.optim.Optimizer):
                 for key in self.defaults.keys() & mine.keys():
                     if not key.startswith("local_"):  # what a local step had, which is the group's
                         group.setdefault(key, mine[key])  # what the state of another optimizer lacks
+            following.take_groups(self)
             packing.pack_as_saved(self, given)
             self._load(given)
 

@@ -500,6 +500,12 @@ class CommOptimizer(PackedOptimizer):
     def agrees_over(self) -> CountingBackend:
         return self._control or self.topology.world
 
+    def sent_as_another_kind(self, was: Mapping[int, dict[str, Any]], now: Mapping[int, dict[str, Any]]) -> bool:
+        step = self._in_flight
+        sent = [] if step is None else [id(p) for bucket in step.buckets[: step.started] for p in bucket.params]
+        moved = [(was[i], now[i]) for i in sent if i in was and i in now and was[i] is not now[i]]
+        return any(self.is_local(old) != self.is_local(new) for old, new in moved)
+
     def steps_locally(self) -> bool:
         """True if the next step communicates nothing."""
         return self.topology.world_size > 1 and not [group for group in self.param_groups if not self.is_local(group)]
