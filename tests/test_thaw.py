@@ -14,7 +14,7 @@ from worlds import Toy, on_threads, same_bits, tensors_in, through_a_file, train
 
 import commopt
 from commopt import OneBitAdam, OneBitLamb, ZeroOneAdam
-from commopt.compress import Int8
+from commopt.compress import Int4, Int8
 from commopt.optim import SyncPolicy, VariancePolicy, settling, thaw
 
 SIZES = (64, 48, 32)
@@ -386,6 +386,40 @@ def test_zero_one_adam_that_is_resumed_goes_back_and_on_as_one_never_stopped(ove
     assert first == second
     assert 30 < first[0][1] < 60
     assert 60 < first[0][0] < 170, "and it stands again"
+
+
+@pytest.mark.parametrize("sync", [SyncPolicy(), SyncPolicy(4, None, 4)], ids=["each", "4th"])
+@pytest.mark.parametrize("kappa", [1, 4])
+def test_what_compressed_refreshes_have_lost_since_it_went_back_is_owed_or_sent(kappa, sync):
+    """From the first one on: the momentum, and what all ranks owe of it, are what exact means make of it."""
+
+    def run(backend):
+        p = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+        optimizer = ZeroOneAdam(
+            [p], betas=(0.9, 0.95), variance=VariancePolicy(kappa, FROZEN), sync=sync, thaw="always",
+            refresh_compressor=Int4(32), backend=backend,
+        )  # fmt: skip
+        (group,), (bucket,) = optimizer.param_groups, optimizer.buckets
+        owed, sent, given, since = None, 0.0, 0.0, 0
+        for t in range(1, 70):
+            draws = [torch.Generator().manual_seed(100 * t + rank) for rank in range(2)]
+            grads = [torch.randn(64, generator=draw, dtype=torch.float64) * blows_up(t) for draw in draws]
+            p.grad = grads[backend.rank]
+            exact, m = optimizer.kind_of(group) == "exact", optimizer.state[p]["exp_avg"].clone()
+            optimizer.step()
+            if group["thawed"] and t > group["thawed"]:
+                if since == 3 or not exact:
+                    break
+                since += 1
+                sent += optimizer.state[p]["exp_avg"] - 0.9 * m
+                given += 0.1 * (grads[0] + grads[1]) / 2
+                owed = bucket.owed(2)[:64].clone()
+        assert since > 0
+        return owed, sent, given
+
+    (first, sent, given), (second, *_) = on_threads(2, run)
+    assert first.any()
+    torch.testing.assert_close(sent + (first + second) / 2, given, rtol=0, atol=1e-12 * float(given.abs().max()))
 
 
 def test_zero_one_adam_leaves_the_number_of_a_user_and_what_auto_has_stopped_goes_back(caplog):

@@ -342,8 +342,9 @@ class ZeroOneAdam(CommOptimizer):
         self._frozen.go_back(self, frozen)
         self._wait([group for group in refreshing if self._asks(group, kinds[id(group)])])
         self._frozen.stop_where_settled(self, [group for group in refreshing if not schedule.has_begun_anew(group)])
-        for group in of("compressed"):
-            group.update(residual_steps=intervals[id(group)], residual_interval=intervals[id(group)])
+        for group in of("compressed"):  # where it has gone back residuals are 0, of no round
+            interval = 0 if group["thawed"] == group["step"] else intervals[id(group)]
+            group.update(residual_steps=interval, residual_interval=interval)
         if self.refresh_compressor is not None:
             self._count_refreshes(of("exact"))
         self._weigh_residuals(of("exact", "compressed"))
