@@ -38,6 +38,8 @@ from commopt.compress import Int8, PowerSGD, RandomBlocks, Sign, TopK
 from commopt.gradients import LoCo
 from commopt.outer import RandomSign
 
+OF_ROUNDS = [LocalSGD, DiLoCo, SignMomentum, SparseLoCo, NoLoCo]
+
 BAD_ARGUMENTS = [
     ({"lr": -0.1}, r"lr must be a number >= 0, got -0.1"),
     ({"lr": math.nan}, r"lr must be a number >= 0, got nan"),
@@ -283,6 +285,37 @@ def said_of(make, bad):
         return str(caught.value)
 
     return on_threads(2, ours)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [CSER, QSparseLocalSGD, *(lambda params, backend, cls=cls: cls(sgd(params), backend=backend) for cls in OF_ROUNDS)],
+    ids=["CSER", "QSparseLocalSGD", *(cls.__name__ for cls in OF_ROUNDS)],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "in a group that comes later"])
+def test_two_parameters_in_one_memory_are_refused_where_rounds_set_them(make, late):
+    """What one of them has learnt in a round would be written over by the other."""
+
+    def run(backend):
+        buffer = torch.arange(12.0)
+        apart = [nn.Parameter(buffer[:4]), nn.Parameter(buffer[4:8]), nn.Parameter(torch.ones(3))]
+        matrix = torch.ones(4, 4)
+        columns = [nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])]
+        over = nn.Parameter(buffer[7:])
+        if not late:
+            with pytest.raises(ValueError, match="parameters 1 and 3 share memory, and a round of"):
+                make([*apart, over, *columns], backend=backend)
+        optimizer = make([*apart, *columns], backend=backend)
+        if late:
+            with pytest.raises(ValueError, match="parameters 1 and 5 share memory"):
+                optimizer.add_param_group({"params": [over]})
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 5
+
+    on_threads(2, run)
 
 
 @pytest.mark.parametrize("make", [OneBitAdam, DiLoCo])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import math
 import traceback
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from commopt import compress
 from commopt.compress import Compressor, RandomBlocks
-from commopt.sharding import is_sharded
+from commopt.sharding import is_sharded, local
 
 _OF_GRADIENTS = (compress.ACP, compress.PowerSGD, compress.TopBlocks)
 
@@ -241,6 +242,25 @@ def check_params(params: Sequence[Tensor], devices: Sequence[str] | None = None,
         if p.layout != torch.strided:
             raise ValueError(
                 f"parameter {i} is a {type(p).__name__} of layout {p.layout}; allowed are plain strided tensors"
+            )
+
+
+def refuse_shared_memory(name: str, params: Sequence[Tensor]) -> None:
+    """Raises ValueError if two of ``params`` share memory, for an optimizer called ``name`` whose rounds set each of
+    them: what one has learnt would be written over. Tensors with gaps, which may interleave, are left out."""
+    spans = []
+    for i, p in enumerate(params):
+        x = local(p)
+        dense = x.numel() == 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+        if p.requires_grad and dense and x.device.type != "meta" and x.data_ptr():
+            spans.append((str(x.device), x.data_ptr(), x.data_ptr() + x.nbytes, i))
+    spans.sort()
+    for (device, _, end, i), (other, start, _, j) in itertools.pairwise(spans):
+        if device == other and start < end:
+            i, j = sorted((i, j))
+            raise ValueError(
+                f"parameters {i} and {j} share memory, and a round of {name} would keep what only one of them has "
+                "learnt: make them one parameter (module.weight = other.weight), or give one a memory of its own"
             )
 
 

@@ -276,6 +276,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             add()
+            if PARAMETER in self.ever_rank_local:
+                checks.refuse_shared_memory(type(self).__name__, self.params)
         except (ValueError, TypeError) as caught:
             error = caught
         try:
