@@ -158,6 +158,14 @@ def gather_anew(modules: Sequence[Any]) -> None:
         module.reshard()
 
 
+def look_anew(modules: Sequence[Any]) -> None:
+    """Has FSDP2 see which parameters ``modules`` have, which are not gathered: it looks by itself at ``fully_shard()``
+    and in the first forward, and a framework that loads a model in between may have put others there."""
+    for p in [p for module in modules for group in groups_in(module) for p in group.fsdp_params]:
+        if getattr(p._module_info.module, p._module_info.param_name) is not p.sharded_param:
+            p.reset_sharded_param()
+
+
 def refuse_gathered(params: Sequence[Tensor]) -> None:
     """Raises ValueError if any of ``params`` are weights that FSDP2 has gathered, whose memory it frees. Looks at all
     objects where there are models of FSDP2, and plain tensors among ``params``: those of tensor parallelism that were

@@ -206,6 +206,18 @@ def attached(rank: int, world_size: int) -> dict[str, Any]:
     return out
 
 
+def not_attached(rank: int, world_size: int) -> list[str]:
+    """What is said where FSDP2 averages over the replicas of a mesh that has further dimensions, of one rank each."""
+    names = ("pipeline", "copies", "cut", "tensor")  # torch takes a mesh for another one with the same names and ranks
+    mesh = init_device_mesh("cpu", (1, 2, 2, 1), mesh_dim_names=names)
+    net = net_on(mesh["copies", "cut"])
+    optimizer = commopt.OneBitAdam(net.parameters(), lr=1e-2, freeze_step=2000)
+    backward(net, rank)
+    with listening() as lines:
+        optimizer.step()
+    return [line for line in lines if "attach(model, optimizer)" in line]
+
+
 def evaluated(rank: int, world_size: int) -> dict[str, Any]:
     """A model that FSDP2 has gathered for an evaluation: an optimizer that was made before is attached, and one that is
     made of what was gathered is an error."""
@@ -229,6 +241,32 @@ def evaluated(rank: int, world_size: int) -> dict[str, Any]:
     optimizer = ours(net)
     commopt.attach(net, optimizer)
     out["made anew"] = trained(net, rank, optimizer)
+    return out
+
+
+def loaded_by_hand(rank: int, world_size: int) -> dict[str, Any]:
+    """A model whose modules were given other parameters after ``fully_shard()``, of which FSDP2 hears in the first
+    forward: so does transformers' ``from_pretrained()`` load one. How far gradients are from FSDP2's own, and whether
+    replicas are the same after some steps of an optimizer."""
+    mesh, out = grid(2, 2), {}
+
+    def loaded() -> Any:
+        net = net_on(mesh)
+        for layer in (net.first, net.second):
+            for name, p in [*layer.named_parameters()]:
+                setattr(layer, name, nn.Parameter(p.detach() + 1))
+        return net
+
+    theirs, net = loaded(), loaded()
+    handle = commopt.compress_gradients(net, Identity())
+    backward(theirs, rank)
+    backward(net, rank)
+    out["compressed"] = float((gradient(net) - gradient(theirs)).abs().max())
+    out["sent"] = handle.comm_stats()["total"]["by_collective"].get("all_to_all", {}).get("bytes", 0)
+    net = loaded()
+    optimizer = commopt.OneBitAdam(net.parameters(), lr=1e-2, freeze_step=2000)
+    commopt.attach(net, optimizer)
+    out["attached"] = trained(net, rank, optimizer) and all(b.world_size == 2 for b in optimizer.buckets)
     return out
 
 

@@ -52,12 +52,24 @@ def test_an_attached_optimizer_leaves_nobody_without_an_average(pool: Pool) -> N
         assert "was called after attach()" in found["factor set later"]
 
 
+def test_an_optimizer_that_is_not_attached_says_that_fsdp2_averages(pool: Pool) -> None:
+    for rank, found in enumerate(pool.over_gloo(4, hsdp_scenes.not_attached)):
+        assert len(found) == (rank == 0)
+
+
 def test_after_an_evaluation_weights_that_were_gathered_are_no_parameters(pool: Pool) -> None:
     for found in pool.over_gloo(4, hsdp_scenes.evaluated):
         for name in ("attached, False", "attached, True", "made anew"):
             assert found[name], name
         assert "4 of the parameters, such as one of shape (6, 6), are whole weights" in found["made"]
         assert "call reshard()" in found["made"]
+
+
+def test_parameters_that_were_put_there_after_fully_shard_are_averaged_over_the_replicas(pool: Pool) -> None:
+    for found in pool.over_gloo(4, hsdp_scenes.loaded_by_hand):
+        assert found["compressed"] < 1e-12
+        assert found["sent"] > 0
+        assert found["attached"]
 
 
 def test_a_model_that_is_moved_or_cast_is_averaged_over_its_replicas_as_before(pool: Pool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from commopt import ops
 from commopt.agreement import calls, checks
 from commopt.agreement.setup import LISTS, agree_on_setup, counts_of, describe, equalize, versions
-from commopt.comm import Backend, MeshBackend, Replicas, Topology, message_device, resolve_backend
+from commopt.comm import Backend, Holding, MeshBackend, Replicas, Topology, message_device, resolve_backend
 from commopt.hsdp import refuse_gathered
 from commopt.sharding import covers, is_sharded, local
 from commopt.state import following, loading, packing
@@ -246,10 +246,15 @@ def _setup(
 
 def report_unaveraged(optimizer: PackedOptimizer) -> None:
     """Warns of sharded parameters that nothing is averaged of."""
-    topology, params = optimizer.topology, optimizer.params
+    topology = optimizer.topology
     mesh = getattr(topology.backend, "mesh", None)  # one with a dimension for replicas, of one today, is fine
-    whole = [p for p in params if covers(p, mesh)]
-    alone = [p for p in whole if topology.held(p)[0].world_size == 1]
-    if topology.world_size > 1 and alone and topology.rank == 0:
-        twice = any(topology.held(p)[1].copies > 1 for p in alone)
-        optimizer._diagnostics.nothing_to_average(len(alone), twice, topology.backend)
+    alone = [p for p in optimizer.params if is_sharded(p) and topology.held(p)[0].world_size == 1]
+    by_others = [_others_average(topology.held(p)[1]) for p in alone]
+    found = [p for p, others in zip(alone, by_others) if others or covers(p, mesh)]
+    if topology.world_size > 1 and found and topology.rank == 0:
+        optimizer._diagnostics.nothing_to_average(len(found), any(by_others), topology.backend)
+
+
+def _others_average(holding: Holding) -> bool:
+    """True if more ranks hold the same of a parameter than average it here."""
+    return holding.copies > holding.replicas.world_size * (holding.inside.world_size if holding.inside else 1)
