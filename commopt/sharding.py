@@ -138,5 +138,21 @@ def cut(whole: Tensor, p: Tensor) -> Tensor:
     """This rank's piece of ``whole``, a plain tensor of the shape of all of ``p``, or sharded as it."""
     if is_sharded(whole) or not is_sharded(p) or whole.shape != p.shape:
         return local(whole)
+    if _in_strips(p):
+        from torch.distributed.tensor import distribute_tensor
+
+        placed = distribute_tensor(whole.detach(), p.device_mesh, p.placements, src_data_rank=None)  # type: ignore[attr-defined]
+        return local(placed)  # of what this rank has: nothing was sent
     offset, shape = global_offset(p), local(p).shape
     return whole[tuple(slice(start, start + n) for start, n in zip(offset, shape))]
+
+
+def _in_strips(p: Any) -> bool:
+    """True if a piece of ``p`` is no block of it: tensor parallelism cuts what is several matrices in one, such as the
+    gate and the other half of a gated layer, so that each rank has a part of each of them."""
+    strips = False
+    for i, placement in enumerate(p.placements):
+        after = zip(p.device_mesh.shape[i + 1 :], p.placements[i + 1 :])
+        inside = math.prod(n for n, other in after if getattr(other, "dim", None) == getattr(placement, "dim", None))
+        strips |= getattr(placement, "split_factor", inside) != inside  # FSDP2 over tensor parallelism: as many strips
+    return strips

@@ -29,11 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import commopt
 from commopt.comm import LocalBackend, MeshBackend, TorchBackend
 from commopt.compress import Identity, Int4, Sign
-from commopt.sharding import like, settle
+from commopt.sharding import cut, like, settle
 from commopt.sharding import local as piece
 
 WORDS, WIDTH = 7, 6
@@ -896,3 +897,27 @@ def experts_that_come_while_fragments_are_in_flight(rank: int, world_size: int) 
     return torch.cat([p.detach().flatten() for p in dense + experts]).tolist(), [
         len(ranks.channels or ()) for ranks in optimizer.topology.replicas
     ]
+
+
+def in_strips(rank: int, world_size: int) -> dict[str, bool]:
+    """Matrices of which a rank of tensor parallelism has strips, some of each half: whether the pieces that are cut out
+    of whole ones are those of torch, and whether Muon makes of pieces what it makes of the whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    strips = _StridedShard(0, split_factor=2)
+    ways = {
+        "strips": (mesh["inner"], (strips,)),
+        "strips and columns": (mesh, (Shard(1), strips)),
+        "columns and strips": (mesh, (strips, Shard(1))),
+        "rows of rows": (mesh, (strips, Shard(0))),  # as FSDP2 over tensor parallelism: no strips
+    }
+    out = {}
+    for name, place in ways.items():
+        whole = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(0)))
+        p = nn.Parameter(distribute_tensor(whole.detach(), *place))
+        out[name] = torch.equal(cut(whole.detach(), p), piece(p))
+        whole.grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        p.grad = distribute_tensor(whole.grad, *place)
+        for q in (whole, p):
+            commopt.Muon([q], lr=0.1).step()
+        out[f"{name}, Muon"] = torch.allclose(p.full_tensor(), whole, rtol=0, atol=1e-3)  # bfloat16, rows in any order
+    return out
