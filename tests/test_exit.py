@@ -151,3 +151,19 @@ def test_a_process_ends_in_order_though_an_answer_that_it_has_given_up_comes_as_
     process = subprocess.Popen([sys.executable, "-c", ASKING, asks], stderr=subprocess.PIPE, text=True)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 0, said
+
+
+KEPT = """
+import os, torch.distributed as dist
+from datetime import timedelta
+from commopt.comm import gloo
+from commopt.comm.meeting import Meeting
+channel = gloo.GlooChannel(dist.HashStore(), Meeting(0, [0]), "0", timedelta(seconds=5))
+os.kept = channel, gloo  # of a module that goes after those of commopt
+"""
+
+
+@pytest.mark.long
+def test_a_channel_that_outlives_its_module_says_nothing():
+    process = subprocess.run([sys.executable, "-c", KEPT], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -181,6 +181,8 @@ class GlooChannel:
 
     def __del__(self) -> None:
         """Ends the group, and those before it whose collectives have completed meanwhile."""
+        if getattr(self, "group", None) is None:  # as at the end of Python, when this module may be gone
+            return
         self.end()
         last = _ended()
         if not last:
