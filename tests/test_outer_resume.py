@@ -915,6 +915,19 @@ def test_evaluation_between_two_synchronisations_is_reported_once(monkeypatch, c
     assert "optimizer.synchronize() first (on all ranks). In a framework so." in caplog.text
 
 
+def test_training_in_the_mode_of_evaluation_is_not_reported(caplog):
+    """As by who does not call train() on a model that a library has loaded, and that is for evaluation then."""
+
+    def run(backend):
+        model = Toy().eval()
+        optimizer = make(LocalSGD, model, backend)
+        optimizer.warn_in_evaluation(model)
+        train(model, optimizer, range(3), backend.rank, 2)
+
+    on_threads(2, run)
+    assert "is evaluated" not in caplog.text
+
+
 def test_on_one_rank_evaluation_is_never_reported_and_synchronize_does_nothing(caplog):
     model, same = Toy(), Toy()
     optimizer, reference = make(SlowMo, model, LocalBackend()), make(SlowMo, same, LocalBackend())

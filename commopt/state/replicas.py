@@ -243,20 +243,23 @@ def warn_in_evaluation(optimizer: PackedOptimizer, model: nn.Module) -> None:
 
 
 class _EvaluationWatch:
-    """A forward pre-hook that reports once that a model is evaluated while replicas differ.
+    """A forward pre-hook that reports once that a model is evaluated while replicas differ: one that has computed in
+    training mode before, as some train in the other mode, in which a library has loaded the model.
 
     Holds the optimizer weakly, and is empty in a copy of the model.
     """
 
     def __init__(self, optimizer: PackedOptimizer | None = None) -> None:
         self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        self._has_trained = False
 
     def __reduce__(self) -> tuple[type[_EvaluationWatch], tuple[()]]:
         return type(self), ()
 
     def __call__(self, module: nn.Module, _: Sequence[Any]) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or module.training or optimizer._warned_in_evaluation:
+        self._has_trained = self._has_trained or module.training
+        if optimizer is None or module.training or not self._has_trained or optimizer._warned_in_evaluation:
             return
         if optimizer._own_values is not None or not optimizer.replicas_differ:
             return
