@@ -992,9 +992,10 @@ def test_the_groups_of_a_base_that_was_loaded_by_itself_are_saved():
     assert base.state_dict()["param_groups"][0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("how", ["load", "copy"])
 @pytest.mark.parametrize("streaming", [None, Streaming(2, 1)], ids=["round", "streamed"])
-def test_models_that_differ_where_a_round_begins_are_one_when_it_ends_after_a_load_too(streaming):
-    """Of files of which each rank has a whole one."""
+def test_models_that_differ_where_a_round_begins_are_one_when_it_ends_after_a_load_too(streaming, how):
+    """Of files of which each rank has a whole one, or of a copy."""
 
     def run(backend):
         model, other = Toy(torch.float64), Toy(torch.float64)
@@ -1005,8 +1006,11 @@ def test_models_that_differ_where_a_round_begins_are_one_when_it_ends_after_a_lo
         with torch.no_grad():
             model.bias.add_(backend.rank)
         train(model, optimizer, range(4, 5), backend.rank, 2)
-        other.load_state_dict(model.state_dict())
-        second.load_state_dict(through_a_file(optimizer.state_dict()))
+        if how == "copy":
+            other, second = copy.deepcopy((model, optimizer))
+        else:
+            other.load_state_dict(model.state_dict())
+            second.load_state_dict(through_a_file(optimizer.state_dict()))
         for m, o in ((model, optimizer), (other, second)):
             train(m, o, range(5, 12), backend.rank, 2)
         assert same_bits(params_of(model), params_of(other))

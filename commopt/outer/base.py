@@ -606,7 +606,7 @@ class OuterOptimizer(PackedOptimizer):
     _SETTINGS: tuple[str, ...] = (
         "base", "compressor", "max_grad_norm", "bucket_mb", "guard", "reduction", "state_period", "streaming",
     )  # fmt: skip
-    _KEPT: tuple[str, ...] = ("skipped_steps", "skipped_rounds", "defaults")
+    _KEPT: tuple[str, ...] = ("skipped_steps", "skipped_rounds", "defaults", "_moved")
 
     def __getstate__(self) -> dict[str, Any]:
         self._where = follow_casts(parts_of(self.base), self.params, self._where)
@@ -616,6 +616,7 @@ class OuterOptimizer(PackedOptimizer):
         check_base(state["base"])
         self.members = None  # it is the original that goes on with them
         super()._unpickle({**state, "param_groups": state["base"].param_groups})
+        self._moved |= state.get("_moved", False)  # of a pickle from before it was kept
         self._where = follow_casts(parts_of(self.base), self.params, {})
 
     # what is it doing? ------------------------------------------------------------------------------------------------
