@@ -778,6 +778,18 @@ def test_a_grad_scaler_never_leaves_ranks_at_different_places():
     assert same_bits(a, b)
 
 
+def test_a_scale_is_not_taken_out_of_gradients_of_float16_which_would_be_0_without_it():
+    p = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = LocalSGD([p], torch.optim.SGD, lr=1e4, period=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler.scale((p.float() * 1e-8).sum()).backward()
+    with pytest.raises(ValueError, match="float16"):
+        scaler.step(optimizer)
+    assert p.tolist() == [1, 1, 1]
+    assert p.grad.all()
+    assert optimizer.comm_stats()["round_step"] == 0
+
+
 # the mean model -------------------------------------------------------------------------------------------------------
 
 

@@ -290,7 +290,8 @@ class OuterOptimizer(PackedOptimizer):
             what the closure returned, or None.
 
         Raises:
-            ValueError: for a ``period`` that was changed to what is not allowed; nothing is done then.
+            ValueError: for a ``period`` that was changed to what is not allowed, and under a GradScaler where
+                gradients are float16; nothing is done then.
             RuntimeError: within :meth:`averaged`, within ``join()`` of an attached DDP model, and on one rank that is
                 alone because the optimizer was made before ``init_process_group()``.
             commopt.agreement.calls.StepRefused: the ranks stand at different places, or one has failed.

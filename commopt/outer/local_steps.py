@@ -3,7 +3,11 @@ hold together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from commopt.agreement import checks
 from commopt.agreement.decision import LARGEST_NORM, is_usable
@@ -30,6 +34,8 @@ def step(optimizer: OuterOptimizer) -> None:
         optimizer.settle()
     params = [p for p in optimizer.params if p.grad is not None]
     unscale = 1 / float(getattr(optimizer, "grad_scale", None) or 1)  # set by torch.amp.GradScaler around step()
+    if error is None and unscale != 1:
+        error = _lost_without_scale(params)
     where = f"{type(optimizer).__name__}, local step {optimizer.param_groups[0]['round_step'] + 1}"
     square, error = agree_inside(topology, optimizer.square_norm_of(params) * unscale**2, error, where)
     if error is not None:
@@ -51,6 +57,17 @@ def step(optimizer: OuterOptimizer) -> None:
         if (factor := scale * factors.get(id(p), 1.0)) != 1:
             p.grad.mul_(factor)  # type: ignore[union-attr]
     step_base(optimizer.base)
+
+
+def _lost_without_scale(params: Sequence[Tensor]) -> ValueError | None:
+    """Error if gradients of ``params`` are float16: without its scale, the base would be given zeros for small ones."""
+    if all(p.grad is None or p.grad.dtype != torch.float16 for p in params):
+        return None
+    return ValueError(
+        "a GradScaler's scale cannot be taken out of gradients of float16, which the base needs: small ones would be 0 "
+        "again. As with any optimizer of torch, keep parameters in float32 and train under torch.autocast, or use "
+        "bfloat16 without a scaler"
+    )
 
 
 def too_many_skipped(optimizer: OuterOptimizer) -> Exception | None:
