@@ -249,7 +249,7 @@ def refuse_shared_memory(name: str, params: Sequence[Tensor]) -> None:
     """Raises ValueError if two of ``params`` share memory, for an optimizer called ``name`` whose rounds set each of
     them: what one has learnt would be written over. Tensors with gaps, which may interleave, are left out."""
     spans = []
-    for i, p in enumerate(params):
+    for i, p in enumerate(dict.fromkeys(params)):  # one that is given twice is one
         x = local(p)
         dense = x.numel() == 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
         if p.requires_grad and dense and x.device.type != "meta" and x.data_ptr():
