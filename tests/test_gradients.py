@@ -1261,3 +1261,55 @@ def test_frozen_parameters_that_are_others_on_each_rank_stay_each_ranks_own():
         return net.own.tolist()
 
     assert on_threads(2, run) == [[0.0, 0.0], [1.0, 1.0, 1.0]]
+
+
+class Halved(nn.Module):
+    """Two convolutions whose channels are last, of which the second is used on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 64, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        y = self.first(x.to(memory_format=torch.channels_last))
+        return (self.second(y) if rank else y).square().sum()
+
+
+def test_a_gradient_that_other_ranks_have_brought_lies_as_theirs():
+    """Norms, which clipping takes, add up in the order of the memory: where it is another one, so are the last bits."""
+
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = Halved()
+        commopt.compress_gradients(model, Int8(), backend=backend, check_every=1)
+        optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            optimizer.zero_grad()
+            model(step, backend.rank).backward()
+            assert all(p.grad.stride() == p.stride() for p in model.parameters())
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+        return norms
+
+    ranks = on_threads(3, run)
+    assert all(same_bits(norms, ranks[0]) for norms in ranks)
+
+
+@pytest.mark.skipif(
+    not hasattr(Tensor, "grad_dtype"), reason="before torch 2.10 gradients have the dtype of parameters"
+)
+@pytest.mark.parametrize("of_gradient", [torch.float32, None], ids=str)
+def test_a_gradient_that_other_ranks_have_brought_has_the_dtype_that_gradients_have(of_gradient):
+    def run(backend: ThreadBackend) -> list[Tensor]:
+        model = nn.ParameterList(nn.Parameter(torch.ones(70, dtype=torch.bfloat16)) for _ in range(2))
+        for p in model:
+            p.grad_dtype = of_gradient
+        commopt.compress_gradients(model, Int8(), backend=backend)
+        (model[0] * (1 + backend.rank)).sum().backward() if backend.rank else model[1].sum().backward()
+        return [p.grad for p in model]
+
+    ranks = on_threads(2, run)
+    assert same_bits(*ranks)
+    assert all(grad.dtype == (of_gradient or torch.bfloat16) for grad in ranks[0])

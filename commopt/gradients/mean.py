@@ -411,7 +411,7 @@ class GradientMean:
         for p in bucket.params:
             if id(p) in self._versions:
                 refuse_changed(p, here[id(p)], self._versions[id(p)])
-        outs = [here[id(p)] if id(p) in here else x.new_empty(x.shape) for p, x in zip(bucket.params, bucket.values)]
+        outs = [here[id(p)] if id(p) in here else _new_gradient(p, x) for p, x in zip(bucket.params, bucket.values)]
         received.write(outs)
         if bucket.factor != 1:
             torch._foreach_mul_(outs, bucket.factor)
@@ -441,6 +441,14 @@ def refuse_changed(p: Tensor, gradient: Tensor, version: int | None) -> None:
             f"the gradient of a parameter of shape {tuple(p.shape)} was changed in backward, after it was sent to be "
             f"averaged: {OF_HOOKS}"
         )
+
+
+def _new_gradient(p: Tensor, x: Tensor) -> Tensor:
+    """Memory for a gradient of ``p``, of which this rank holds ``x``, as autograd makes it on others: with the same
+    strides, too, for norms add up in the order of the memory."""
+    dtype = getattr(p, "grad_dtype", None) or x.dtype  # torch 2.10 and later
+    out = torch.empty_like(x, dtype=dtype, requires_grad=False)
+    return out if out.stride() == x.stride() else x.new_empty(x.shape, dtype=dtype)  # x is dense, or not
 
 
 def why_unknown(params: Sequence[Tensor]) -> str:
