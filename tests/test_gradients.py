@@ -1313,3 +1313,32 @@ def test_a_gradient_that_other_ranks_have_brought_has_the_dtype_that_gradients_h
     ranks = on_threads(2, run)
     assert same_bits(*ranks)
     assert all(grad.dtype == (of_gradient or torch.bfloat16) for grad in ranks[0])
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_after_a_damaged_message_all_ranks_may_go_on_from_a_checkpoint(confirmed):
+    """It is told once."""
+
+    def run(backend: ThreadBackend) -> list[Tensor | None]:
+        damaged = Damaged(backend.world, backend.rank)
+        model, handle = made(damaged, Int8(), bucket_mb=None)
+        for step in range(2):
+            state = handle.state_dict()
+            damaged.verb = "all_to_all" if backend.rank == 1 and step == 1 else ""
+            model.backward(some_grads(SIZES, step, backend.rank))
+            found = model.take()
+        with pytest.raises(MessageDamaged, match="mean 2"):
+            handle.confirm() if confirmed else model.backward(some_grads(SIZES, 2, backend.rank))
+        model.take()
+        handle.load_state_dict(state)
+        for step in range(1, 4):
+            model.backward(some_grads(SIZES, step, backend.rank))
+            handle.confirm()
+            found = model.take()
+        straight, _ = made(backend, Int8(), bucket_mb=None)
+        for step in range(4):
+            straight.backward(some_grads(SIZES, step, backend.rank))
+            exact = straight.take()
+        assert same_bits(found, exact)
+
+    on_threads(2, run)

@@ -56,8 +56,9 @@ class MeanWatch:
             commopt.optim.ReplicasDiffer: on every rank, if parameters differ.
         """
         pairs = rows.contiguous().view(torch.int64).tolist()
-        balances = [(balance, 1) for balance, _ in pairs]
-        refuse_damaged(backend, balances, f"compress_gradients(), mean {number - 1}", self._entries, _REMEDY)
+        self._refuse_damaged(
+            backend, [(balance, 1) for balance, _ in pairs], f"compress_gradients(), mean {number - 1}"
+        )
         where = f"compress_gradients(), before mean {number}"
         try:
             digests, ranks = [[digest] for _, digest in pairs], numbers_in_world(backend)
@@ -70,7 +71,12 @@ class MeanWatch:
         mine = torch.tensor([self._balance, 1], dtype=torch.int64, device=message_device(backend))
         where = f"compress_gradients(), mean {number}"
         rows = gather_rows(backend, mine, f"{where}, confirmation of what was received").tolist()
-        refuse_damaged(backend, rows, where, self._entries, _REMEDY)
+        self._refuse_damaged(backend, rows, where)
+
+    def _refuse_damaged(self, backend: CountingBackend, rows: Sequence[Sequence[int]], where: str) -> None:
+        """What the ``rows`` say is known to all ranks now, and not said again: they may go on from a checkpoint."""
+        entries, self._entries, self._balance = self._entries, [], 0
+        refuse_damaged(backend, rows, where, entries, _REMEDY)
 
     def end(self) -> None:
         """Takes down what a mean has sent and received, when all of it has come."""
