@@ -1029,6 +1029,24 @@ def test_after_a_backward_that_failed_the_next_one_is_as_if_it_had_not_been(comp
     on_threads(2, run)
 
 
+def test_what_one_rank_has_kept_since_a_backward_that_failed_all_ranks_have_a_gradient_of():
+    """Also where it is zeros, or nothing: clipping takes as many norms on each."""
+
+    def run(backend: ThreadBackend) -> list[bool]:
+        model = Given([(3,), (0, 4), (2,)])
+        handle = commopt.compress_gradients(model, Int8(), backend=backend)
+        with pytest.raises(MemoryError, match="no memory"):
+            Failing.apply(model.params[0], True).sum().add(model.params[2].sum()).backward()
+        model.zero_grad()
+        with handle.no_sync():
+            kept = backend.rank == 0
+            model.backward([torch.zeros(3), torch.ones(0, 4), torch.ones(2)] if kept else [None, None, torch.ones(2)])
+        model.backward([None, None, torch.ones(2)])
+        return [grad is not None for grad in model.take()]
+
+    assert on_threads(2, run) == [[True] * 3] * 2
+
+
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_backward_that_failed_on_one_rank_alone_is_an_error_on_all_once_that_goes_on(after):
     """And not messages that are of one bucket here and of another there. ``after``: where it fails; the other rank's

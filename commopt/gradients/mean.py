@@ -116,7 +116,7 @@ class GradientMean:
         whole = topology.world_size > 1 and topology.holds_whole
         self._watch = MeanWatch(topology.receipt, self.params, check_every) if whole else None
         self._kept: dict[int, Tensor] = {}
-        self._doubtful = False  # a backward has failed since: what was kept may have been set to zeros
+        self._doubtful: set[int] = set()  # kept before a backward that has failed: may have been set to zeros since
         self._begin()
 
     def _begin(self) -> None:
@@ -169,6 +169,7 @@ class GradientMean:
     def keep(self, p: Tensor) -> None:
         """The gradient of ``p`` stays this rank's own, until the next mean."""
         self._kept[id(p)] = p
+        self._doubtful.discard(id(p))
 
     @torch.no_grad()
     def arrive(self, p: Tensor, gradient: Tensor, stays: bool = False, used: bool = True) -> None:
@@ -226,11 +227,11 @@ class GradientMean:
 
     def _finish(self) -> None:
         for i, p in self._kept.items():  # of earlier passes, and not of the last one
-            if i not in self._gradients and p.grad is not None and (not self._doubtful or local(p.grad).any()):
+            if i not in self._gradients and p.grad is not None and (i not in self._doubtful or local(p.grad).any()):
                 settle([p])
                 self.arrive(p, local(p.grad))
         self._kept.clear()
-        self._doubtful = False
+        self._doubtful.clear()
         self._find_absent()
         self._start_rest()
         self._pipeline.finish()  # each is written as it comes, while the others are on their way
@@ -276,7 +277,8 @@ class GradientMean:
         """Forgets the gradients that have arrived: the backward has failed, on all ranks at the same place. Residuals
         stay as they were. What is on its way is waited for when the next gradient arrives: this may be called where
         nothing should wait."""
-        self._discarded = self._doubtful = True
+        self._discarded = True
+        self._doubtful.update(self._kept)
         self._versions = {}  # they may be changed now
         for part in self.parts:
             part.forget()
