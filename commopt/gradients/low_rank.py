@@ -276,7 +276,8 @@ def _unit(q: Tensor) -> Tensor:
     """``q`` times a power of two, such that its largest element is about 1: q has the size of the last gradients, and
     norms of it, and products with it, leave the range of a dtype long before these do. Its columns span the same."""
     _, exponent = torch.frexp(q.abs().amax())
-    return torch.ldexp(q, (-exponent).clamp(-120, 120))
+    # a power of int would be made in the default dtype, as of torch 2.6
+    return torch.ldexp(q, (-exponent).clamp(-120, 120).to(q.dtype))
 
 
 def _times(x: Tensor, q: Tensor) -> Tensor:
