@@ -41,7 +41,7 @@ from network_report import BY_RATE, RATIOS, by_rate, caveats, draw, summary, tab
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "network.json"
 DISTURBED = 0.1  # a round counts if other processes had no more than this share of the machine's cores
-APART = ("nodes", "hsdp", "loco")  # in names of methods that are not measured unless named
+APART = ("nodes", "hsdp", "loco", "buckets")  # in names of methods that are not measured unless named
 SHAPE = ("layers", "width", "vocab", "sequence", "batch")
 
 
@@ -173,7 +173,7 @@ def arguments() -> argparse.Namespace:
         "--methods",
         default=",".join(name for name in METHODS if not any(word in name for word in APART)),
         help=f"with commas; of {', '.join(METHODS)} "
-        f"(default: all without {', '.join(APART)}: for several ranks a host, or rounds of many steps)",
+        f"(default: all without {', '.join(APART)}: for several ranks a host, rounds of many steps, or other buckets)",
     )
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--cores", type=int, help="cores of each host (default: an equal share, 1 at least)")

@@ -80,10 +80,11 @@ def compressed(
     bare: bool = False,
     nodes: bool = False,
     inside: commopt.compress.Compressor | None = None,
+    bucket_cap_mb: int = 25,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """AdamW on compressed means of gradients; with hosts as nodes, ``inside`` is for what goes inside a host."""
-    wrapped = model if bare else DistributedDataParallel(model)
+    wrapped = model if bare else DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     mesh = hosts_mesh() if nodes else None
     spec = getattr(commopt.compress, name)(**arguments)
     handle = commopt.compress_gradients(wrapped, spec, process_group=mesh, inside=inside)
@@ -166,6 +167,11 @@ METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "gradients_acp4": ("DDP, AdamW on ACP(4)", compressed, {"name": "ACP", "arguments": {"rank": 4}}),
     "gradients_int8": ("DDP, AdamW on Int8()", compressed, {"name": "Int8", "arguments": {}}),
     "gradients_int4": ("DDP, AdamW on Int4()", compressed, {"name": "Int4", "arguments": {}}),
+    "gradients_int4_buckets": (
+        "DDP(bucket_cap_mb=2), AdamW on Int4()",
+        compressed,
+        {"name": "Int4", "arguments": {}, "bucket_cap_mb": 2},
+    ),
     "gradients_acp4_bare": ("AdamW on ACP(4)", compressed, {"name": "ACP", "arguments": {"rank": 4}, "bare": True}),
     "gradients_int4_bare": ("AdamW on Int4()", compressed, {"name": "Int4", "arguments": {}, "bare": True}),
     "gradients_topk": ("DDP, AdamW on TopK()", compressed, {"name": "TopK", "arguments": {}}),
