@@ -91,12 +91,6 @@ def test_muon_makes_of_pieces_what_it_makes_of_the_whole(pool):
     assert all(rank["rows and columns"][1] == len(muon_scenes.MATRICES) for rank in ranks)
 
 
-def test_pieces_that_are_strips_of_several_matrices_in_one(pool):
-    for found in pool.over_gloo(4, mesh_scenes.in_strips):
-        assert len(found) == 8
-        assert all(found.values()), found
-
-
 def test_doors(pool):
     """FSDP2 and tensor parallelism train as the whole net does: with gradients that are sums still to be made, summed
     losses, accumulation, a GradScaler, parameters exchanged after the optimizer was made, FSDP's own averages; and
