@@ -928,6 +928,23 @@ def test_training_in_the_mode_of_evaluation_is_not_reported(caplog):
     assert "is evaluated" not in caplog.text
 
 
+def test_the_watch_over_evaluation_does_not_have_a_model_compiled_twice():
+    compiled = []
+
+    def counting(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    model = nn.Linear(3, 1)
+    optimizer = LocalSGD(model.parameters(), torch.optim.SGD, lr=0.1, period=2, backend=LocalBackend())
+    optimizer.warn_in_evaluation(model)
+    call = torch.compile(model, backend=counting, fullgraph=True)
+    for _ in range(3):
+        call(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert len(compiled) == 1
+
+
 def test_on_one_rank_evaluation_is_never_reported_and_synchronize_does_nothing(caplog):
     model, same = Toy(), Toy()
     optimizer, reference = make(SlowMo, model, LocalBackend()), make(SlowMo, same, LocalBackend())

@@ -257,9 +257,11 @@ class _EvaluationWatch:
         return type(self), ()
 
     def __call__(self, module: nn.Module, _: Sequence[Any]) -> None:
+        if module.training:
+            self._has_trained = True  # set without a look at it: torch.compile would compile once more when it changes
+            return
         optimizer = self._optimizer()
-        self._has_trained = self._has_trained or module.training
-        if optimizer is None or module.training or not self._has_trained or optimizer._warned_in_evaluation:
+        if optimizer is None or not self._has_trained or optimizer._warned_in_evaluation:
             return
         if optimizer._own_values is not None or not optimizer.replicas_differ:
             return
