@@ -80,7 +80,7 @@ def compressed(
     bare: bool = False,
     nodes: bool = False,
     inside: commopt.compress.Compressor | None = None,
-    bucket_cap_mb: int = 25,
+    bucket_cap_mb: int | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """AdamW on compressed means of gradients; with hosts as nodes, ``inside`` is for what goes inside a host."""
