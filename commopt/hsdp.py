@@ -158,9 +158,12 @@ def gather_anew(modules: Sequence[Any]) -> None:
         module.reshard()
 
 
-def look_anew(modules: Sequence[Any]) -> None:
-    """Has FSDP2 see which parameters ``modules`` have, which are not gathered: it looks by itself at ``fully_shard()``
-    and in the first forward, and a framework that loads a model in between may have put others there."""
+def look_anew(model: nn.Module) -> None:
+    """Has FSDP2 see which parameters ``model`` has. After an evaluation it would have whole weights for parameters; and
+    FSDP2 looks by itself at ``fully_shard()`` and in the first forward, where a framework that loads a model in between
+    may have put others there."""
+    modules = modules_of(model)
+    gather_anew(modules)
     for p in [p for module in modules for group in groups_in(module) for p in group.fsdp_params]:
         if getattr(p._module_info.module, p._module_info.param_name) is not p.sharded_param:
             p.reset_sharded_param()

@@ -10,7 +10,7 @@ from torch import nn
 
 from commopt.ddp_attachment import Ours, strangers
 from commopt.exchanged import refuse_assign
-from commopt.hsdp import TakenReplicas, gather_anew, give_back, look_anew, modules_of, take_replicas
+from commopt.hsdp import TakenReplicas, give_back, look_anew, take_replicas
 from commopt.state import binding
 from commopt.step.arrival import remove_all
 
@@ -24,8 +24,7 @@ def average_over_replicas(model: nn.Module, optimizer: Ours) -> None:
         ValueError: the optimizer holds none of its parameters, or FSDP2's replicas cannot be taken.
         RuntimeError: another user has them.
     """
-    gather_anew(modules_of(model))  # after an evaluation it would have whole weights for parameters
-    look_anew(modules_of(model))
+    look_anew(model)
     now = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not now & {id(p) for p in model.parameters()}:
         raise ValueError(strangers(model))

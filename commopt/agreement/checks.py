@@ -249,14 +249,14 @@ def refuse_shared_memory(name: str, params: Sequence[Tensor]) -> None:
     """Raises ValueError if two of ``params`` share memory, for an optimizer called ``name`` whose rounds set each of
     them: what one has learnt would be written over. Tensors with gaps, which may interleave, are left out."""
     spans = []
-    for i, p in enumerate(dict.fromkeys(params)):  # one that is given twice is one
+    for i, p in enumerate(params):
         x = local(p)
         dense = x.numel() == 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
         if p.requires_grad and dense and x.device.type != "meta" and x.data_ptr():
             spans.append((str(x.device), x.data_ptr(), x.data_ptr() + x.nbytes, i))
     spans.sort()
     for (device, _, end, i), (other, start, _, j) in itertools.pairwise(spans):
-        if device == other and start < end:
+        if device == other and start < end and params[i] is not params[j]:
             i, j = sorted((i, j))
             raise ValueError(
                 f"parameters {i} and {j} share memory, and a round of {name} would keep what only one of them has "

@@ -49,7 +49,7 @@ from commopt.gradients.rows import Rows
 from commopt.gradients.sharded import ShardedDoor
 from commopt.gradients.top_blocks import AgreedBlocks
 from commopt.gradients.watching import check_interval
-from commopt.hsdp import TakenReplicas, gather_anew, give_back, look_anew, modules_of, take_replicas
+from commopt.hsdp import TakenReplicas, give_back, look_anew, take_replicas
 from commopt.ops.checks import REAL
 from commopt.sharding import is_sharded, local
 
@@ -142,8 +142,7 @@ def compress_gradients(
     error: Exception | None = None
     try:
         if isinstance(model, nn.Module):
-            gather_anew(modules_of(model))  # after an evaluation it would have whole weights for parameters
-            look_anew(modules_of(model))
+            look_anew(model)
             taken = take_replicas(model, "compress_gradients()", reduction)
     except ValueError as caught:
         error = caught

@@ -56,9 +56,8 @@ class MeanWatch:
             commopt.optim.ReplicasDiffer: on every rank, if parameters differ.
         """
         pairs = rows.contiguous().view(torch.int64).tolist()
-        self._refuse_damaged(
-            backend, [(balance, 1) for balance, _ in pairs], f"compress_gradients(), mean {number - 1}"
-        )
+        balances = [(balance, 1) for balance, _ in pairs]
+        self._refuse_damaged(backend, balances, f"compress_gradients(), mean {number - 1}")
         where = f"compress_gradients(), before mean {number}"
         try:
             digests, ranks = [[digest] for _, digest in pairs], numbers_in_world(backend)

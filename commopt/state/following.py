@@ -83,7 +83,7 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
             packing.note_groups(optimizer)  # somebody has made them anew
         return False
     groups = optimizer.group_of()
-    if any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
+    if _divided(optimizer, groups):
         return True
     if exchanged(optimizer):
         return False
@@ -94,6 +94,11 @@ def regrouped(optimizer: PackedOptimizer) -> bool:
         return True
     register(optimizer)  # whole buckets were moved, or a group has got a parameter that is in none yet
     return False
+
+
+def _divided(optimizer: PackedOptimizer, groups: Mapping[int, dict[str, Any]]) -> bool:
+    """True if a bucket has parameters of several of the ``groups``, by the id of a parameter."""
+    return any(len({id(groups.get(id(p))) for p in bucket.params}) > 1 for bucket in optimizer.buckets)
 
 
 def _groups_before(optimizer: PackedOptimizer) -> dict[int, dict[str, Any]]:
@@ -116,7 +121,6 @@ def register(optimizer: PackedOptimizer) -> None:
         for old in {id(was[id(p)]): was[id(p)] for p in come}.values():
             optimizer.put_in_group([p for p in come if was[id(p)] is old], old, group)
     packing.note_groups(optimizer)
-    optimizer._layout = None
 
 
 def take_groups(optimizer: PackedOptimizer) -> None:
@@ -124,12 +128,10 @@ def take_groups(optimizer: PackedOptimizer) -> None:
     moved before is nothing that its residuals are still to be weighed for."""
     if exchanged(optimizer):  # rebind() looks for the ones before
         return
-    groups = optimizer.group_of()
-    if any(len({id(groups[id(p)]) for p in bucket.params}) > 1 for bucket in optimizer.buckets):
+    if _divided(optimizer, optimizer.group_of()):
         packing.pack_anew(optimizer, packing.runs_of(optimizer))
         optimizer.watch_buckets()
     packing.note_groups(optimizer)
-    optimizer._layout = None
 
 
 def regroup(optimizer: PackedOptimizer) -> None:

@@ -95,8 +95,9 @@ def pack_anew(optimizer: PackedOptimizer, runs: Runs) -> None:
 
 
 def note_groups(optimizer: PackedOptimizer) -> None:
-    """Takes down which parameters are in which group."""
+    """Takes down which parameters are in which group; the layout goes by that."""
     optimizer._registered = [(group, list(group["params"])) for group in optimizer.param_groups]
+    optimizer._layout = None
 
 
 def pack_as_saved(optimizer: PackedOptimizer, given: Mapping[str, Any]) -> None:
